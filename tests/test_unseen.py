@@ -1679,6 +1679,41 @@ def test_tensors_that_train_and_are_no_parameters(pool: Pool, plan: str) -> None
         assert made_there == "it ran"
 
 
+class Prompted(Plain):
+    """What it adds to its embeddings is a tensor beside it, that trains or not; or one made anew in each forward, to take a gradient of."""
+
+    kind = "trains"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if "beside" not in self.__dict__:
+            self.__dict__["beside"] = [torch.zeros(DIM, dtype=torch.float64, requires_grad=self.kind == "trains")]
+        beside = self.__dict__["beside"][0] if self.kind != "made" else torch.zeros(DIM, dtype=torch.float64, requires_grad=True)
+        x = self.embed(tokens) + beside
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.head(x)
+
+
+class Frozen(Prompted):
+    kind = "frozen"
+
+
+class Made(Prompted):
+    kind = "made"
+
+
+def prompted(plan: str, kind: type[nn.Module]) -> str:
+    engine, batches = engine_of(kind, plan)
+    return [said_by(engine.step, batches[i]) for i in range(3)][-1]
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=2", "pp=2,microbatches=2,chunks=2,schedule=interleaved", "pp=2,microbatches=4,schedule=zbv", "dp=2", "accumulate=2,dp=2"])
+def test_tensors_that_train_beside_the_first_stages(pool: Pool, plan: str) -> None:
+    assert any("1 tensors that are not the model's parameters" in text for text in pool.run(prompted, plan, Prompted, ranks=2))
+    for kind in (Frozen, Made):
+        assert pool.run(prompted, plan, kind, ranks=2) == ["it ran", "it ran"]
+
+
 class AsArray(nn.Module):
     """Takes what tells active positions as arrays are taken."""
 
@@ -1782,3 +1817,25 @@ def lazy(plan: str) -> str:
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2", "pp=2"])
 def test_parameters_without_a_shape_are_refused_alike(pool: Pool, plan: str) -> None:
     assert all("parameters have no shape yet" in said for said in pool.run(lazy, plan, ranks=2))
+
+
+class Handing(Plain):
+    """Names its tokens, and hands on what else there is."""
+
+    def forward(self, tokens: Tensor, **others: Tensor) -> Tensor:
+        return super().forward(tokens) * others.get("scale", torch.ones(len(tokens)))[:, None, None]
+
+
+class Naming(Plain):
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(tokens) * scale[:, None, None]
+
+
+@pytest.mark.parametrize("kind", [Handing, Naming])
+def test_what_a_forward_with_kwargs_is_not_given_is_said(kind: type[nn.Module]) -> None:
+    engine, batches = engine_of(kind, "dp=1")
+    before = len(noted())
+    for batch in batches[:2]:
+        engine.step(batch | {"scale": torch.full((len(batch["tokens"]),), 2.0).double()})
+    said = [note["text"] for note in noted()[before:] if "**kwargs" in note["text"]]
+    assert [text.split(":")[0] for text in said] == (["of the batch the loss alone has targets, scale"] if kind is Handing else [])

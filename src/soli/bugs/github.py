@@ -164,7 +164,8 @@ def _begun(out: Path, repo: str) -> tuple[str | None, int]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    try:
+    fix = "soli bugs export OWNER/NAME --out FILE goes on with it"
+    with blaming(lambda error: SoliError("this is no export of GitHub's", got=f"{path}: {error}", fix=fix), OSError, ValueError):
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         if not all(isinstance(line, dict) for line in lines):
             raise ValueError("a line is no object")
@@ -172,10 +173,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             raise ValueError("it does not begin and end as an export does: was it interrupted?")
         if lacking := [i for i, line in enumerate(lines, 1) if "number" in line and not set(line) >= REQUEST]:
             raise ValueError(f"line {lacking[0]} is no whole request")
-    except (OSError, ValueError) as error:
-        fix = "soli bugs export OWNER/NAME --out FILE goes on with it"
-        raise SoliError("this is no export of GitHub's", got=f"{path}: {error}", fix=fix) from error
-    return lines
+        return lines
 
 
 def _asked(api: str, token: str, query: str, variables: dict[str, Any], pause: float) -> dict[str, Any]:

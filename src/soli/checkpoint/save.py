@@ -22,7 +22,7 @@ from soli.checkpoint.manifest import VERSION, Chunk, FileEntry, Manifest, Saved,
 from soli.checkpoint.team import Group, Team, as_soli_error, team_of
 from soli.checkpoint.tensorfile import Entry, Forms, write_file
 from soli.checkpoint.tiling import tiling_problems
-from soli.core.errors import on_all_ranks, raise_all
+from soli.core.errors import blaming, on_all_ranks, raise_all
 from soli.core.layout import Box
 from soli.core.package import SOLI
 from soli.core.progress import Add, busy
@@ -215,8 +215,6 @@ def _file_name(rank: int) -> str:
 def _write_mine(partial: Path, job: _Job, done: Add) -> FileEntry | None:
     if not job.entries:
         return None
-    try:
+    need = sum(entry.size for entry in job.entries)
+    with blaming(lambda error: as_soli_error(f"writing {need:,} bytes for {job.path}", error), OSError):
         return FileEntry(*write_file(partial / _file_name(job.team.rank), job.entries, done=done))
-    except OSError as error:
-        need = sum(entry.size for entry in job.entries)
-        raise as_soli_error(f"writing {need:,} bytes for {job.path}", error) from error

@@ -47,13 +47,14 @@ def find(model: Any, batch: Any, loss_fn: Any, tp: int, sp: bool, hints: dict[st
     from soli.core.plan import Plan
     from soli.engine import layout
     from soli.engine.batch import Caller, rows_of, take, to_device
+    from soli.engine.remembered import Remembering
     from soli.losses import from_model
 
     plan = Plan(tp=tp, sp=sp)
     raise_all(layout.problems(hints, model), everywhere=True)
     rows = min(rows_of(batch), layout.ROWS)
     data = to_device(take(batch, 0, rows), next(model.parameters()).device)
-    found, _ = layout.Runner(model, Caller(model), loss_fn or from_model(), data, rows, plan).search(tp, sp, hints)
+    found, _ = layout.Runner(model, Caller(model), Remembering(loss_fn or from_model()), data, rows, plan).search(tp, sp, hints)
     return found, {name: tuple(model.get_parameter(name).shape) for name in found}
 
 

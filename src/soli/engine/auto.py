@@ -64,17 +64,43 @@ FINAL_SECONDS, FINAL_STEPS = 2.0, 12
 short steps are told apart by many of them, of which there are no more than so many."""
 
 
-class Auto:
+class Looking:
+    """Plans that are looked at: `options`, and what this process has rehearsed of any."""
+
+    options: dict[str, Option]
+    looked_at: dict[str, Option]
+
+    def _rehearsed(self, plan: Plan) -> Option:
+        """What a rehearsal says of a plan; once, since it says the same each time that others are looked for."""
+        name = str(plan)
+        if name not in self.looked_at:
+            try:
+                self.looked_at[name] = self._taking(plan)
+            except Exception as error:  # any that the user's program may raise; it is told
+                self.looked_at[name] = Option(name, refused=in_a_line(error))
+        return self.looked_at[name]
+
+    def _taking(self, plan: Plan) -> Option:
+        raise NotImplementedError
+
+    def _ordered(self) -> list[Option]:
+        return sorted(self.options.values(), key=lambda o: (bool(o.refused), o.time))
+
+    def _fitting(self) -> list[Option]:
+        return [option for option in self._ordered() if not option.refused]
+
+
+class Auto(Looking):
     """One decision, on every rank of a job. Collective."""
 
     def __init__(self, program: Program, world: World, rows: int, memory: float | None, probes: int) -> None:
         self.program, self.world, self.rows, self.probes = program, world, rows, probes
         self.mesh: Mesh = build_mesh(Plan(dp=world.size), world)
         self.memory = memory or free_memory(world, self.mesh)
-        self.options: dict[str, Option] = {}
+        self.options = {}
         self.machine: Machine | None = None
         self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
-        self.looked_at: dict[str, Option] = {}  # by this rank, what does not fit among them
+        self.looked_at = {}  # by this rank, what does not fit among them
         self.notes: list[str] = []
         self.paced: float | None = None
         self.learnt = Learnt()
@@ -149,21 +175,13 @@ class Auto:
             last = replace(option, refused=option.refused or f"{size(need)} a rank, and {size(self.memory)} are free")
         return last
 
-    def _rehearsed(self, plan: Plan) -> Option:
-        """What a rehearsal says of a plan; once, since it says the same each time that others are looked for."""
-        name = str(plan)
-        if name not in self.looked_at:
-            try:
-                found = rehearse(self.program, plan)
-            except Exception as error:  # any that the user's program may raise; it is told
-                self.looked_at[name] = Option(name, refused=in_a_line(error))
-                return self.looked_at[name]
-            reads, writes = ", ".join(found.reads), ", ".join(found.writes)
-            option = Option(name, peak=found.peak, states=found.states, reads=reads, writes=writes)
-            self.looked_at[name] = option
-            if self._need(option) <= self.memory:
-                self.rehearsals[name] = found
-        return self.looked_at[name]
+    def _taking(self, plan: Plan) -> Option:
+        found = rehearse(self.program, plan)
+        reads, writes = ", ".join(found.reads), ", ".join(found.writes)
+        option = Option(str(plan), peak=found.peak, states=found.states, reads=reads, writes=writes)
+        if self._need(option) <= self.memory:
+            self.rehearsals[option.plan] = found
+        return option
 
     def _measure(self) -> None:
         """The machine, and the products of the plans that this rank and others rehearsed. Collective."""
@@ -333,12 +351,6 @@ class Auto:
         return max(option.taken, HEADROOM * option.peak)
 
     # --- answers --------------------------------------------------------------------------------------
-
-    def _ordered(self) -> list[Option]:
-        return sorted(self.options.values(), key=lambda o: (bool(o.refused), o.time))
-
-    def _fitting(self) -> list[Option]:
-        return [option for option in self._ordered() if not option.refused]
 
     def _none(self) -> Choice:
         """What is done where no plan is known to fit: an error, or data parallelism where nothing could be rehearsed."""

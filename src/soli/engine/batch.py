@@ -53,7 +53,7 @@ def rows_of(batch: Any) -> int:
     sizes = {_path(path): leaf.shape[0] for path, leaf in leaves if _has_rows(leaf)}
     if not sizes:
         allowed = "any pytree of tensors whose dim 0 is the batch"
-        raise on_all_ranks("the batch has no tensor with rows", got=type(batch).__name__, allowed=allowed)
+        raise on_all_ranks("the batch has no tensor with rows", got=type(batch).__name__, allowed=allowed, fix="of an object give its tensors: dict(it), or vars(it)")
     if len(set(sizes.values())) > 1:
         what = "the tensors of the batch do not agree on the number of rows (dim 0)"
         fix = "give every tensor the batch on dim 0; what is the same for all rows goes in as a 0-d tensor, a number, or into the model"
@@ -187,8 +187,8 @@ class Caller:
         parameters = inspect.signature(plain.forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         self.named = [name for name, p in parameters.items() if p.kind in kinds]
-        rest = [p for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-        self.every = bool(rest) and not self.named  # as of a model that hands all on to another one
+        self.open = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        self.every = self.open and not self.named  # as of a model that hands all on to another one
         self.required = [name for name in self.named if parameters[name].default is inspect.Parameter.empty]
 
     def __call__(self, batch: Any) -> Any:
@@ -202,6 +202,10 @@ class Caller:
             args, kwargs = [batch], {}
         with patch.object(partial.OfParts, "by_engine", True):
             return self.model(*args, **kwargs)
+
+    def unnamed(self, batch: Any) -> list[str]:
+        """Entries that a forward with **kwargs would take beside those that it names, and is not given."""
+        return [str(name) for name in batch if name not in self.named] if isinstance(batch, dict) and self.open and self.named else []
 
     def _problems(self, batch: dict[str, Any]) -> list[Problem]:
         got, allowed = ", ".join(map(str, batch)), ", ".join(self.named)

@@ -13,8 +13,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.files import write_whole
 from soli.core.progress import busy
 from soli.mesh import collectives
@@ -102,14 +102,11 @@ def _kept(path: Path) -> Machine | None:
         return None
 
 
-@contextmanager
-def _keeping() -> Iterator[None]:
+def _keeping() -> AbstractContextManager[None]:
     """SoliError where this rank cannot write into the folder, or there is no room in it."""
-    try:
-        yield
-    except OSError as error:
-        got, allowed = f"{folder()}: {error.strerror}", f"a folder that can be written into, with {DISK >> 20} MB free for each rank on its disk"
-        raise SoliError("what is measured of this machine cannot be kept", got=got, allowed=allowed, fix="SOLI_CACHE=FOLDER") from error
+    what, fix = "what is measured of this machine cannot be kept", "SOLI_CACHE=FOLDER"
+    allowed = f"a folder that can be written into, with {DISK >> 20} MB free for each rank on its disk"
+    return blaming(lambda error: SoliError(what, got=f"{folder()}: {error.strerror}", allowed=allowed, fix=fix), OSError)
 
 
 def keep(world: World, machine: Machine) -> None:

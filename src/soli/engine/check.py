@@ -41,6 +41,7 @@ UNSURE = (
     "no first label of a row counts in the rows that were looked at; made to count, the model's own loss {} it, and soli.losses.from_model(shifted={}) "
     "was said: from the first batch on where one counts the loss would be another; say shifted={}, unless the model reads its masks from the labels"
 )
+UNNAMED = "of the batch the loss alone has {}: the model's forward has **kwargs beside what it names, and is given what it names; name there what it is to have"
 LATER = 3
 """Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
 
@@ -52,9 +53,10 @@ class FirstStep:
         self.modes: list[bool] | None = None
         self._losses: list[coupling.Sum] | None = None
         self.size = 0.0  # what a loss is of, where its terms cancel
-        self.loss_seen, self.seen_at = 0, -1  # in how many steps what it trains was looked at, and in which one
+        self.looked = list[int]()  # the steps in which what the loss trains is looked at
         self.leaves: dict[int, weakref.ref[torch.Tensor]] = {}
         self._evaluated = False
+        self.row: Any = None  # of an earlier batch, for a rank that has none
 
     def before(self, engine: Engine, example: Any) -> None:
         """What is looked at while every rank has the whole weights, if it has; else it is gathered in `check`."""
@@ -84,7 +86,9 @@ class FirstStep:
         """Raises SoliError where the loss is a mean, rows are coupled, or what is kept changes by them. Collective."""
         model, simulated = engine.model, engine.mesh.all.simulated
         start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
+        engine.loss_fn.kept.clear()  # a counter that went on since an earlier check did not follow its rows
         data, rows = _looked_at(engine, part)
+        self.row = at(data, [0])
         effects, whole = _watched(engine, data, rows, part.total)
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
         if engine.pipeline is not None:
@@ -122,6 +126,8 @@ class FirstStep:
         if first is not None and not sure:
             events.note(UNSURE.format("counts" if first else "does not count", first, not first), shown=engine.rank == 0)
         _say_padding(engine, part)
+        if unnamed := engine._call.unnamed(part.data):
+            events.note(UNNAMED.format(", ".join(unnamed)), shown=engine.rank == 0)
         coupling.check(engine, losses)
         total, count = look.whole
         if abs(again[0] - total) > rounding(engine, count) * (abs(total) + size):

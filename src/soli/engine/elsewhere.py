@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.core.progress import Add, busy
-from soli.engine.auto import LAYOUTS, in_a_line, layout_of
+from soli.engine.auto import LAYOUTS, Looking, layout_of
 from soli.engine.batch import rows_of, take
 from soli.engine.deciding import Option, size
 from soli.engine.rehearse import Program, rehearse, widened
@@ -35,7 +35,7 @@ OPERATIONS = 300_000
 
 
 @dataclass
-class Elsewhere:
+class Elsewhere(Looking):
     """A search: of a program, on a cluster, with so many rows a step, in so many bytes of a device; `fixed`: what each plan has."""
 
     program: Program
@@ -44,7 +44,7 @@ class Elsewhere:
     memory: float
     precisions: tuple[str, ...]
     fixed: dict[str, Any]
-    found: dict[str, Option] = field(default_factory=dict)
+    options: dict[str, Option] = field(default_factory=dict)
     looked_at: dict[str, Option] = field(default_factory=dict)
     never: dict[tuple[str, int], str] = field(default_factory=dict)  # degrees that the program cannot be cut by, and why
     slower: int = 0  # layouts that were not looked at: WORTH
@@ -68,10 +68,7 @@ class Elsewhere:
                         self._vary(plan, add)
             for option in list({layout_of(option): option for option in reversed(self._fitting())}.values())[-LAYOUTS:]:
                 self._vary(Plan.parse(option.plan), add)
-        return sorted(self.found.values(), key=lambda o: (bool(o.refused), o.time))
-
-    def _fitting(self) -> list[Option]:
-        return sorted((o for o in self.found.values() if not o.refused), key=lambda o: o.seconds)
+        return self._ordered()
 
     def _is_near(self, precision: str) -> bool:
         """Whether the best takes hardly longer than its ranks compute where each has a part of the batch."""
@@ -90,7 +87,7 @@ class Elsewhere:
         for precision in self.precisions:
             option = self._light_enough(plan.with_(precision=precision), add)
             if option is not None:
-                self.found.setdefault(option.plan, option)
+                self.options.setdefault(option.plan, option)
 
     def _light_enough(self, plan: Plan, add: Add) -> Option | None:
         if odd := problems(plan, self.cluster.size):
@@ -113,16 +110,6 @@ class Elsewhere:
                 return option
             last = option
         return last
-
-    def _rehearsed(self, plan: Plan) -> Option:
-        """What a plan takes; once."""
-        name = str(plan)
-        if name not in self.looked_at:
-            try:
-                self.looked_at[name] = self._taking(plan)
-            except Exception as error:  # any that the user's program may raise; it is told
-                self.looked_at[name] = Option(name, refused=in_a_line(error))
-        return self.looked_at[name]
 
     def _taking(self, plan: Plan) -> Option:
         each = -(-self.rows // plan.accumulate)

@@ -32,15 +32,16 @@ def all_of(engine: Engine, pieces: list[Part]) -> tuple[float, float]:
 
 
 def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
-    """Its total and count. An empty one only joins the collectives of the others."""
+    """Its total and count. An empty one has none, joins the collectives of the others, and calls the model on an earlier row: what counts calls counts them on all ranks."""
     gatherer = engine.laid.gatherer
     with engine.randomness.begin(engine.step_count, piece.start, max(piece.rows, 1)):
         gatherer.begin_forward(training=True)
         total, count = None, 0.0
-        if piece.rows:
-            data = to_device(piece.data, engine.device)
+        if piece.rows or engine._first.row is not None:
+            data = to_device(piece.data if piece.rows else engine._first.row, engine.device)
             with engine.randomness.forward(), engine.computing():
                 total, count = loss(engine, data)
+            total, count = (total, count) if piece.rows else (None, 0.0)
         gatherer.end_forward()
         gatherer.begin_backward()
         engine.randomness.backward()
@@ -54,23 +55,25 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
     return value, count
 
 
-def _need_own(engine: Engine, total: Tensor, count: float, data: Any) -> None:
-    """SoliError where the loss trains parameters that are not the model's: nobody sums their gradients; a note where nobody has to. Looked at in two steps: a leaf that is no
-    parameter may be made in the forward, to take a gradient of, and then it is not there in the second."""
-    first = engine._first
-    if total.grad_fn is None or first.loss_seen > 1 or (first.loss_seen and engine.step_count == first.seen_at):
+def need_own(engine: Engine, made: list[Tensor], count: float, data: Any) -> None:
+    """SoliError where `made`, the loss or what goes to a next stage, trains tensors that are not the model's: nobody sums their gradients; a note where nobody has to. Looked at in
+    two steps: a leaf that is no parameter may be made in the forward, to take a gradient of, and then it is not there in the second."""
+    first, steps = engine._first, dict.fromkeys((*engine._first.looked, engine.step_count))
+    if not torch.is_grad_enabled() or len(steps) > 2:
         return
+    first.looked = list(steps)
     own = {id(x) for x in (*engine.model.parameters(), *engine.model.buffers(), *tree_leaves(data))}
-    leaves = [getattr(node, "variable", None) for node in children_first([total.grad_fn])]
+    leaves = [getattr(node, "variable", None) for node in children_first([x.grad_fn for x in made if x.grad_fn is not None])]
     others = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own}
-    strange = sum(isinstance(leaf, nn.Parameter) or (key in first.leaves and first.leaves[key]() is leaf) for key, leaf in others.items())
+    again = len(steps) > 1
+    strange = sum(isinstance(leaf, nn.Parameter) or (again and key in first.leaves and first.leaves[key]() is leaf) for key, leaf in others.items())
     if strange and (engine.world > 1 or engine.plan.pieces > 1):
         what = f"the loss trains {strange} tensors that are not the model's parameters: no rank sums their gradients, which are of what it has itself"
         fix = "make the criterion a module of the model, whose forward returns what it makes (its options can be a parameter group's); or requires_grad_(False) where nobody trains them"
         raise on_all_ranks(what, allowed="parameters of the model that soli.parallelize was given", fix=fix)
-    if strange and count != 1 and first.loss_seen:
+    if strange and count != 1 and again:
         events.note(f"the loss trains {strange} tensors that are not the model's parameters: their gradients are of its sum, {count:g} times those of its mean", shown=True)
-    first.leaves, first.seen_at, first.loss_seen = {key: ref(leaf) for key, leaf in others.items()}, engine.step_count, first.loss_seen + 1
+    first.leaves |= {} if again else {key: ref(leaf) for key, leaf in others.items()}
 
 
 def _together(engine: Engine) -> bool:
@@ -85,7 +88,7 @@ def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
     """
     output = engine._call(data := tree_map(lambda x: x, data))
     total, count = total_and_count(engine.loss_fn(output, data))
-    _need_own(engine, total, count, data)
+    need_own(engine, [total], count, data)
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     elif not count and not total.is_meta and torch.isfinite(total) and total != 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
@@ -138,10 +139,9 @@ def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
 def build(engine: Engine, cutting: Cutting) -> Pipeline:
     """This rank's stages, once the model is laid over the ranks."""
     watch.watch_units(cutting.units)  # around what recomputes them: a unit of another stage is not entered
-    loss = lambda data: microbatch.loss(engine, data)
     return Pipeline(
         engine.model, engine.plan, engine.mesh["pp"], engine.device, cutting, engine.laid.reducer, engine.randomness,
-        loss, engine.computing, engine.again, lambda rows: _together(engine, rows),
+        partial(microbatch.loss, engine), partial(microbatch.need_own, engine), engine.computing, engine.again, lambda rows: _together(engine, rows),
     )  # fmt: skip
 
 
@@ -171,14 +171,15 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
     reducer, gatherer = engine.laid.reducer, engine.laid.gatherer
     gatherer.hold_all()
     reducer.begin_backward(last=False)
-    total, count = 0.0, 0.0
+    total, count, none = 0.0, 0.0, engine._first.row is not None and not any(piece.rows for piece in pieces)
+    pieces = [Part(engine._first.row, 0, 1, pieces[0].total)] if none else pieces  # see microbatch.forward_backward
     for a, b in even_parts(len(pieces), min(engine.plan.accumulate, len(pieces))):
         flush = [replace(piece, data=to_device(piece.data, engine.device)) for piece in pieces[a:b]]
         # Shorter than the schedule's: the rest is empty.
         flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
         with together_ending(engine):
-            more, counted = pipeline.step(flush, engine.step_count, engine.seed_of_loss)
-        total, count = total + more, count + counted
+            more, counted = pipeline.step(flush, engine.step_count, 0.0 if none else engine.seed_of_loss)
+        total, count = (0.0, 0.0) if none else (total + more, count + counted)
     reducer.begin_backward(last=True)
     reducer.finish_backward()
     for unit in reducer.units:
@@ -192,9 +193,10 @@ def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, 
     """See Engine.forward_only."""
     engine.laid.gatherer.hold_all()
     with together_ending(engine):
-        found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
+        given = engine._first.row if data is None else data  # see microbatch.forward_backward
+        found = pipeline.forward_only(given, rows_of(given)) if given is not None else (0.0, 0.0)
     engine.laid.gatherer.end_pass()
-    return found
+    return found if data is not None else (0.0, 0.0)
 
 
 def agree_on_use(engine: Engine) -> None:

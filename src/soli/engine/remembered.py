@@ -9,7 +9,7 @@ that it names, attributes, lists and dicts, of the program's own modules; not in
 import functools
 import sys
 import sysconfig
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -46,15 +46,21 @@ class Remembering:
         self.matters = False  # whether losses depend on what changes by rows
         self._goes_on, self._steps = False, False
         self._begun: list[Place] = []
+        self._earlier: list[Place] = []  # before the forward
+        self.filled: set[str] = set()  # what forwards put there for the loss, which may empty it
 
     def __call__(self, output: Any, batch: Any) -> Any:
         if self.blind or self._goes_on or (self._steps and not self.kept):
             return self.function(output, batch)
+        if self._steps and not torch.is_grad_enabled():  # a pipeline learns the shapes of a batch
+            with self.unchanged():
+                return self.function(output, batch)
         if self._steps:
-            _give(self._begun, self.by_rows)
+            _give(self._begun, self.by_rows | self.filled)
             self._begun = self._begun or _places(self.function)
             return self.function(output, batch)
         before = _places(self.function)
+        self.filled |= _changed(self._earlier).keys()
         try:
             result = self.function(output, batch)
             self._compare(_changed(before))
@@ -68,7 +74,7 @@ class Remembering:
     def _compare(self, found: dict[str, Any]) -> None:
         """Every call begins alike: what ends otherwise was changed by its rows."""
         for name, value in found.items():
-            if not same(self.kept.setdefault(name, value), value):
+            if name not in self.filled and not same(self.kept.setdefault(name, value), value):
                 self.by_rows.add(name)
 
     def explain(self, plan: Plan) -> None:
@@ -83,10 +89,13 @@ class Remembering:
         """All calls are one: each begins with what was kept before the first, but for what changes by rows."""
         return patch.multiple(self, _steps=True, _begun=[])
 
-    def unchanged(self) -> ExitStack:
-        """Whatever is called inside, what is kept is as before afterwards."""
+    def unchanged(self, model: nn.Module | None = None) -> ExitStack:
+        """Whatever is called inside, what is kept is as before afterwards, but for what the modules of `model` have."""
         afterwards = ExitStack()
-        afterwards.callback(_give, _places(self.function))
+        if not self.blind and not (self._goes_on and model is not None):  # an evaluation goes on
+            before = _places(self.function, {id(module) for module in (model.modules() if model is not None else ())})
+            afterwards.callback(_give, before)
+            afterwards.enter_context(patch.object(self, "_earlier", before if model is not None else []))
         return afterwards
 
     def going_on(self) -> AbstractContextManager[object]:
@@ -144,9 +153,10 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _places(function: Any) -> list[Place]:
+def _places(function: Any, but: Iterable[int] = ()) -> list[Place]:
+    """`but`: ids of what is not looked into."""
     with _alone():
-        return [Place(name, holder) for name, holder in _holders("", function, set())]
+        return [Place(name, holder) for name, holder in _holders("", function, {*but})]
 
 
 def _changed(places: list[Place]) -> dict[str, Any]:

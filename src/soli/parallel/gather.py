@@ -264,7 +264,8 @@ class Gatherer:
 def _made_by(tree: Any) -> set[Node]:
     """What made the tensors of a tree: of a block's outputs what backward runs before anything else of the block, also where one of them is
     written into later: of a view the base's node is what stays in the graph then."""
-    outputs = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    opened = [vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor | nn.Module) else leaf for leaf in tree_leaves(tree)]  # of a dataclass
+    outputs = [leaf for leaf in tree_leaves(opened) if isinstance(leaf, Tensor) and leaf.requires_grad]
     with torch._C.DisableTorchFunctionSubclass():  # as they lie here, if they are cut
         bases = [x._base for x in outputs if x._base is not None]
         return {x.grad_fn for x in [*outputs, *bases] if x.grad_fn is not None}

@@ -170,7 +170,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:
                 tensor.copy_(old)
-    stays = lambda value: not tensors and _of_tensors(value)
+    stays = lambda value: not tensors and (isinstance(value, Tensor | tuple) or _holds(value))  # what tensors may lie in
     for path, module in model.named_modules():
         if module not in before.attributes:
             continue
@@ -252,11 +252,6 @@ def marks(model: nn.Module, paths: dict[nn.Module, str]) -> Iterator[tuple[str, 
             yield name, (id(x), 0 if x.is_inference() else x._version)
         elif not _holds(x):
             yield name, _copy(x)
-
-
-def _of_tensors(value: Any) -> bool:
-    """What tensors may lie in."""
-    return isinstance(value, Tensor | tuple) or _holds(value)
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Value]]:

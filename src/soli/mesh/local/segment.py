@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from soli.core.errors import SoliError, failure, on_all_ranks
+from soli.core.errors import SoliError, blaming, failure, on_all_ranks
 from soli.mesh.local.identity import awaited
 
 PAGE = mmap.PAGESIZE
@@ -68,12 +68,10 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[int, st
         got = f"{size:,} bytes; rank 0 {made['size']:,}"
         fix = "allocate the same on every rank, in the same order"
         raise failure(f"rank {rank} and rank 0 of one host want shared memory of different sizes", got=got, fix=fix)
-    try:
+    what = f"rank {rank} cannot open the memory that rank 0 shares"
+    fix = "run all ranks of a host as one user in one container, give containers names of their own with SOLI_HOST, or take SOLI_BACKEND=gloo"
+    with blaming(lambda error: failure(what, got=f"{made['path']}: {error.strerror}", fix=fix), OSError):
         return os.open(made["path"], os.O_RDWR), made["path"]
-    except OSError as error:
-        what = f"rank {rank} cannot open the memory that rank 0 shares"
-        fix = "run all ranks of a host as one user in one container, give containers names of their own with SOLI_HOST, or take SOLI_BACKEND=gloo"
-        raise failure(what, got=f"{made['path']}: {error.strerror}", fix=fix) from error
 
 
 def _create(size: int) -> tuple[int, str]:

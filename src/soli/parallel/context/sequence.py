@@ -95,7 +95,7 @@ def _tokens(x: Tensor) -> bool:
 
 def _hidden(x: Tensor) -> bool:
     """Of a block: [B, S, H]."""
-    return x.dim() == 3 and x.is_floating_point()
+    return x.dim() == 3 and x.is_floating_point() and not x.is_nested
 
 
 def _begun(run: Run, x: Tensor) -> Tensor:

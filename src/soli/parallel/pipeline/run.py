@@ -59,7 +59,7 @@ def needs_of(model: nn.Module, stages: Stages, traces: dict[bool, Trace]) -> dic
 @dataclass(eq=False, repr=False)
 class Pipeline:
     """`call(data) -> (total, count)`: the model and its loss. `computing()`, `again()`: what it runs in, forward
-    and when it is recomputed. `together(rows)`: of each microbatch the rows of all ranks that compute its products together."""
+    and when it is recomputed. `own(made, count, data)`: SoliError where it trains what is not the model's. `together(rows)`: of each microbatch the rows of all ranks that compute its products together."""
 
     model: nn.Module
     plan: Plan
@@ -69,6 +69,7 @@ class Pipeline:
     reducer: Reducer
     randomness: Randomness
     call: Callable[[Any], tuple[Tensor, float]]
+    own: Callable[[list[Tensor], float, Any], None]
     computing: Callable[[], AbstractContextManager[Any]]
     again: Callable[[], AbstractContextManager[Any]]
     together: Callable[[list[int]], list[tuple[int, ...]]]
@@ -133,7 +134,7 @@ class Pipeline:
             forward, result = self._forward(stage, piece.data, known, flight.leaves)
             if result is None:
                 flight.outputs = _outputs(forward, known)
-                return
+                return self.own(flight.outputs, 1.0, (piece.data, flight.leaves))
             total, count = result
             if count:  # without counted targets there is no gradient: the total may be 0/0
                 self._total, self._counted = self._total + float(total.detach()), self._counted + count
@@ -218,6 +219,8 @@ class Pipeline:
         """What goes to the next stage, and what that one must know to receive it; kept in `known`."""
         following = self.cutting.needs[self.model.training, stage.stage_index + 1]
         values = [_found(forward, name) for name, _ in following]
+        if any(x.is_nested for x in values):
+            raise SoliError("a nested tensor goes from stage to stage, which sends padded ones", got=f"stage {stage.stage_index}", fix="make and pad it inside a block, or use pp=1")
         known.outgoing = [
             Crossing(name, (tuple(plain(x).shape), x.dtype), dict(x.cuts) if type(x) is Cut else {}, requires)
             for (name, requires), x in zip(following, values, strict=True)

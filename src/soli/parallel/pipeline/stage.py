@@ -22,6 +22,7 @@ from soli.parallel.pipeline.split_backward import inputs_first, weights_later
 from soli.parallel.pipeline.stage_forward import Form, Shapes
 from soli.parallel.pipeline.watch import Name
 from soli.parallel.tensor.cut import marked
+from soli.parallel.tensor.moves import no_view
 from soli.parallel.tensor.split import Split
 
 if TYPE_CHECKING:
@@ -205,17 +206,5 @@ def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
 
 def handed(leaf: Tensor, value: Crossing) -> Tensor:
     """A received tensor as the model's code is to see it: no leaf, so that it may be written in place."""
-    x = _Handed.apply(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
+    x = no_view(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
     return marked(x, dict(value.cuts))
-
-
-class _Handed(torch.autograd.Function):
-    """The same memory as no view of the leaf, which autograd lets nobody write."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad

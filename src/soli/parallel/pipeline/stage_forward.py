@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from soli.core.errors import SoliError
-from soli.core.functions import in_place, name_of
+from soli.core.functions import in_place, name_of, tensors_in
 from soli.parallel.pipeline import watch
 from soli.parallel.pipeline.watch import Name, Watch, as_value, called_as, inside, results_of, unwrapped
 from soli.parallel.tensor.cut import Cut, CutParameter, shape_of
@@ -183,6 +183,7 @@ class StageForward(Watch):
             what = f"{name} is called on a stage that does not have its weights"
             fix = "call the same blocks in the same order for every batch, or use pp=1"
             raise SoliError(what, got=f"stage {self.stage}", allowed="the order of the first batch", fix=fix)
+        self._there(forward, [x for x in tensors_in((args, kwargs)) if x.is_meta])  # what torch.func made between blocks was not seen
         with inside(self):
             return unwrapped(forward(*args, **kwargs))
 

@@ -450,11 +450,11 @@ class Tracer(Watch):
         for place, x in enumerate(given):
             if x is leaf:
                 return place
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_nested:
             self._made(leaf, (self.gap, OUTPUT, number))
             return TENSOR
         what = f"{unit} returns an object that a pipeline cannot hand on"
-        allowed = "tensors, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face"
+        allowed = "tensors that are not nested, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face"
         fix = "return the tensors themselves, or use pp=1"
         raise on_all_ranks(what, got=type(leaf).__name__, allowed=allowed, fix=fix)
 

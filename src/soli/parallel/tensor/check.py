@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core import copies
 from soli.core.axes import CP, DEPTH, ROW, TP
-from soli.core.errors import SoliError, on_all_ranks
+from soli.core.errors import SoliError, blaming, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.mesh.collectives import all_reduce, extreme
@@ -106,10 +106,8 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
 
     seed = float(all(mesh[name].index == 0 for name in plan.summed if name not in plan.apart))
     levels = [replace(run, overlap=False) for run in oned.levels_of(plan, mesh)]
-    try:
+    with blaming(lambda error: _refused(sample, f"{type(error).__name__}: {error}"), RuntimeError, IndexError, TypeError, ValueError):
         got = _traced(sample, divide, levels, seed)
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        raise _refused(sample, f"{type(error).__name__}: {error}") from error
     worst, where = _furthest(sample, expected, got, cuts, mesh, plan)
     for name in (CP, DEPTH, ROW, TP):
         worst = extreme(worst, mesh[name], "max", label=LABEL)
@@ -136,8 +134,8 @@ def _furthest(sample: Sample, expected: dict[str, Tensor], got: dict[str, Tensor
         if wanted.numel():
             off = float((got[name] - wanted).abs().max()) / (largest or 1.0)
             if not off <= worst:
-                worst, where = off, name
-    return worst if worst == worst else float("inf"), where
+                worst, where = off if off == off else float("inf"), name
+    return worst, where
 
 
 def _add_up(whole: Tensor, own: Tensor, cut_over: dict[str, Any], plan: Plan, mesh: Mesh) -> None:

@@ -132,6 +132,11 @@ def moved(x: Tensor, axis: Axis, there: Way, back: Way) -> Tensor:
     return x if axis.size == 1 else _Move.apply(x, there, back)
 
 
+def no_view(x: Tensor) -> Tensor:
+    """The same memory as no view of the leaf, which autograd lets nobody write."""
+    return _Move.apply(x, Tensor.detach, lambda grad: grad)
+
+
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """A whole tensor, for computations of parts: its gradient is summed."""
     return _Move.apply(x, alias, lambda grad: summed(grad, axis, COLUMN))

@@ -42,14 +42,6 @@ def _size(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return torch.Size(shape) if dim is None else shape[dim]
 
 
-def _length(run: Run, func: Any, args: tuple, kwargs: dict) -> int:
-    return shape_of(args[0])[0]
-
-
-def _count(run: Run, func: Any, args: tuple, kwargs: dict) -> int:
-    return torch.Size(shape_of(args[0])).numel()
-
-
 def local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
@@ -96,7 +88,8 @@ CUT: dict[str, Rule] = {
     "where": pointwise.where, "gather": losses.gather, "take_along_dim": losses.gather,
     **dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_"), losses.scatter), "layer_norm": attention.layer_norm,
     "rms_norm": attention.layer_norm, "scaled_dot_product_attention": attention.attention, "size": _size,
-    **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": _length, **dict.fromkeys(("numel", "nelement"), _count),
+    **dict.fromkeys(("to", "type_as"), pointwise.cast), "__len__": lambda run, func, args, kwargs: shape_of(args[0])[0],
+    **dict.fromkeys(("numel", "nelement"), lambda run, func, args, kwargs: torch.Size(shape_of(args[0])).numel()),
     # shapes that are asked for are logical, the result is whole
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), local),
 }  # fmt: skip
