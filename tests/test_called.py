@@ -276,3 +276,6 @@ def test_a_tensor_that_is_no_number_is_the_furthest_off_wherever_it_comes() -> N
     expected = {"output 0": one, "output 1": one}
     for got in ({"output 0": nan, "output 1": one}, {"output 0": one, "output 1": nan}):
         assert _furthest(None, expected, got, {}, None, None)[0] == float("inf")
+    masked = torch.tensor([1.0, -torch.inf, 3.0])
+    assert _furthest(None, {"output 0": masked}, {"output 0": masked.clone()}, {}, None, None) == (0.0, "")
+    assert _furthest(None, {"output 0": masked}, {"output 0": torch.tensor([1.0, -torch.inf, 4.0])}, {}, None, None)[0] == 1 / 3

@@ -21,6 +21,7 @@ from soli.core.plan import Plan
 from soli.engine.batch import Caller
 from soli.engine.engine import parallelize
 from soli.engine.layout import Runner
+from soli.engine.remembered import Remembering
 from soli.mesh.record import recorder
 from soli.models.gpt import GPT, GPTConfig
 from soli.parallel.tensor import cut
@@ -30,7 +31,7 @@ from typed import soli, soli_anew
 
 def roles(model: nn.Module, batch: Any, ranks: int, loss=None, hints=None) -> dict[str, tuple]:
     rows = len(next(iter(batch.values())))
-    runner = Runner(model, Caller(model), loss or losses.from_model(), batch, rows, Plan(tp=ranks))
+    runner = Runner(model, Caller(model), Remembering(loss or losses.from_model()), batch, rows, Plan(tp=ranks))
     found, _ = runner.search(ranks, False, hints or {})
     return {
         n: (r.kind, None if r.split is None else (r.split.dim, r.split.parts, r.split.atoms)) for n, r in found.items()

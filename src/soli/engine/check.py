@@ -88,7 +88,7 @@ class FirstStep:
         start, objects = kept.values(model), [x for _, x in kept.tensors(model)]
         engine.loss_fn.kept.clear()  # a counter that went on since an earlier check did not follow its rows
         data, rows = _looked_at(engine, part)
-        self.row = at(data, [0])
+        self.row = at(data, [0]) if engine.dp.size > 1 else None
         effects, whole = _watched(engine, data, rows, part.total)
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
         if engine.pipeline is not None:

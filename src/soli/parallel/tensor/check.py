@@ -120,8 +120,8 @@ def compare(sample: Sample, roles: dict[str, Role], mesh: Mesh, plan: Plan) -> N
 def _furthest(sample: Sample, expected: dict[str, Tensor], got: dict[str, Tensor], cuts: dict[str, Any], mesh: Mesh, plan: Plan) -> tuple[float, str]:
     """The largest relative error of what this rank has, and which tensor's it is. `cuts`: of parameters, by name. Collective."""
     worst, where = 0.0, ""
-    # A small gradient carries the rounding of larger ones that it is made of: all are measured by the largest.
-    largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0)
+    # A small gradient carries the rounding of larger ones that it is made of: all are measured by the largest that is finite.
+    largest = max((float(g.nan_to_num(0.0, 0.0, 0.0).abs().max()) for g in expected.values() if g.numel()), default=0.0)
     for name, value in expected.items():
         if name not in got:
             raise _refused(sample, f"{name} is not there")
@@ -132,7 +132,8 @@ def _furthest(sample: Sample, expected: dict[str, Tensor], got: dict[str, Tensor
         if wanted.shape != got[name].shape:
             raise _refused(sample, f"{name} has shape {tuple(got[name].shape)}, not {tuple(wanted.shape)}")
         if wanted.numel():
-            off = float((got[name] - wanted).abs().max()) / (largest or 1.0)
+            alike = (got[name] == wanted) | (got[name].isnan() & wanted.isnan())  # infinities of a mask are
+            off = float((got[name] - wanted).masked_fill(alike, 0.0).abs().max()) / (largest or 1.0)
             if not off <= worst:
                 worst, where = off if off == off else float("inf"), name
     return worst, where
