@@ -108,24 +108,67 @@ def test_what_counts_calls_counts_on_ranks_without_rows(pool: Pool, plan: str, r
     assert all(alike(found, expected) for found in pool.run(by_soli, plan, kind, make_loss, SIZES, ranks=ranks))
 
 
-def with_evaluation(plan: str) -> list[float]:
-    engine = parallelize(case_of(Evaluated).make()[0].double(), summing(), optimizer=sgd, plan=plan)
-    four, one = batches((4, 1))
-    return [float(engine.step(four)), engine.evaluate([one]), engine.evaluate([one]), float(engine.step(four))]
-
-
-class Evaluated(Counting):
-    """Each forward counts, in evaluation too."""
+class Writing(Plain):
+    """It writes into what it is given."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.calls += 1
-        return Plain.forward(self, tokens) * (1 + 0.1 * self.calls)
+        return super().forward(tokens.add_(1).remainder_(29))
 
 
-def test_what_counts_calls_counts_an_evaluation_on_ranks_without_rows(pool: Pool) -> None:
-    expected = with_evaluation("dp=1")
-    for plan, ranks in (("dp=2", 2), ("dp=2,pp=2,microbatches=1", 4)):
-        assert all(alike(found, expected) for found in pool.run(with_evaluation, plan, ranks=ranks))
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_a_row_that_is_kept_for_ranks_without_rows_stays_as_it_is(pool: Pool, plan: str) -> None:
+    expected = by_hand(Writing, counting, (4, 1, 1, 1, 4))
+    assert all(alike(found, expected) for found in pool.run(by_soli, plan, Writing, counting, (4, 1, 1, 1, 4), ranks=2))
+
+
+class Branching(Plain):
+    """A row takes one of two ways."""
+
+    def layer(self) -> nn.Module:
+        return Branch()
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = x[:, 0, 0] > 0
+        return sum(way(x) * mine[:, None, None] for way, mine in zip(self.ways, (taken, ~taken), strict=True) if mine.any())
+
+
+def branches_of(plan: str) -> list[float]:
+    """Of a last batch of one row, by an optimizer that moves what has a gradient of zeros."""
+    model, found = case_of(Branching).make()[0].double(), []
+    engine = parallelize(model, summing(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), plan=plan)
+    for batch in batches((8, 8, 1, 1, 8)):
+        found.append(float(engine.step(batch)))
+    return found
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp=2", 2), ("dp=2,zero=2", 2), ("dp=2,pp=2,microbatches=1", 4)])
+def test_what_no_row_of_a_batch_uses_is_not_used_by_an_earlier_row(pool: Pool, plan: str, ranks: int) -> None:
+    expected = branches_of("dp=1")
+    assert all(alike(found, expected) for found in pool.run(branches_of, plan, ranks=ranks))
+
+
+SEEN = [0]
+
+
+def metering(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    SEEN[0] += len(out)
+    return each_of(out, batch).sum(), len(out)
+
+
+def seen_by(plan: str) -> int:
+    SEEN[0] = 0
+    by_soli(plan, Plain, lambda: metering, SIZES)
+    return SEEN[0]
+
+
+def test_meters_see_the_rows_of_their_batches_alone(pool: Pool) -> None:
+    assert sum(pool.run(seen_by, "dp=2", ranks=2)) == sum(SIZES)
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 3, 5), (4, 2, 6, 2)])
@@ -178,6 +221,39 @@ def test_a_list_of_the_programs_that_forwards_fill_and_the_loss_empties(pool: Po
     assert alike(by_soli("dp=1", Balanced, emptying, (4, 4, 6)), expected)
     assert alike(by_soli("dp=1,accumulate=2", Balanced, emptying, (4, 4, 6)), expected)
     assert all(alike(found, expected) for found in pool.run(by_soli, plan, Balanced, emptying, (4, 4, 6), ranks=2))
+
+
+class Many(Balanced):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleList(nn.Identity() for _ in range(1100))
+
+
+def test_a_list_that_forwards_of_many_modules_fill() -> None:
+    assert alike(by_soli("dp=1,accumulate=2", Many, emptying, (4, 4, 6)), by_hand(Many, emptying, (4, 4, 6)))
+
+
+CALLS = [0]
+
+
+class Globally(Plain):
+    def forward(self, tokens: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return super().forward(tokens)
+
+
+def annealed(out: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return each_of(out, batch).sum() * (1 + 0.1 * CALLS[0]), len(out)
+
+
+@pytest.mark.parametrize("plan", ["dp=1,accumulate=2", "dp=2,accumulate=2"])
+def test_what_a_forward_counts_in_a_global_is_not_taken_for_the_losses(pool: Pool, plan: str) -> None:
+    for said in pool.run(refused, plan, Globally, lambda_of_annealed, ranks=2) if "dp=2" in plan else [refused(plan, Globally, lambda_of_annealed)]:
+        assert "computes another loss when it is called again" in said
+
+
+def lambda_of_annealed() -> Any:
+    return annealed
 
 
 # --- what is between blocks -----------------------------------------------------------------------------------
@@ -254,9 +330,9 @@ class Mapped(Plain):
         return self.head(x)
 
 
-def refused(plan: str, kind: type[nn.Module]) -> str:
+def refused(plan: str, kind: type[nn.Module], make_loss: Any = summing) -> str:
     try:
-        by_soli(plan, kind, summing, (4,))
+        by_soli(plan, kind, make_loss, (4,))
     except SoliError as error:
         return str(error)
     return "it ran"

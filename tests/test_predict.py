@@ -187,6 +187,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
             ({"gpu": "H100", "precision": "fp8", "framework": program, "notes": words}, {"eighth": eighth})  # a copy in 8 bits beside the parameters
             for program, words, eighth in (
                 ("Megatron-LM", "", 1), ("Megatron-LM", "--fp8-param-gather", 0), ("Megatron-LM", "FP8 primary weights", 0), ("Megatron-LM", "param_gather in fp8", 0),
+                *[("Megatron-LM", words, 1) for words in ("fp8_param_gather=False", "--fp8-param-gather 0", "fp8_params=false", "overlap-param-gather and fp8", "overlap_param_gather FP8")],
                 ("NeMo (Megatron-Core)", "", 0), ("torchtitan", "", 0),
             )
         ],
@@ -197,7 +198,8 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"peft": "LoRA rank 8 on all linear layers", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * (8 * 4096 + 2 * 3 * (4096 + 16384))}),
         ({"peft": "LoRA rank 8", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * 8 * 4096}),
         ({"framework": "HF Transformers + PEFT", "peft": "lora"}, {"widened": 4}),
-        ({"framework": "LitGPT", "peft": "lora"}, {"widened": 0}),
+        *[({"framework": name, "peft": "lora"}, {"widened": 0}) for name in ("LitGPT", "LitGPT, hf dataset", "NeMo (Megatron-Core), PEFT", "soli")],
+        ({"peft": "lora", "notes": "peak memory on rank 0"}, {"adapters": 16 * (8 * 4096 + 2 * (4096 + 16384))}),
         *[
             ({"model": "OLMoE", "experts": "64", "topk": "8", "notes": words}, {"active": 8})
             for words in ("capacity factor 1.25, not padded", "capacity factor 1.25 (no tokens dropped)", "eval capacity factor 2, padded", "capacity factor 4, sequences padded", "capacity factor 0, padded")

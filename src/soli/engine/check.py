@@ -126,7 +126,7 @@ class FirstStep:
         if first is not None and not sure:
             events.note(UNSURE.format("counts" if first else "does not count", first, not first), shown=engine.rank == 0)
         _say_padding(engine, part)
-        if unnamed := engine._call.unnamed(part.data):
+        if self.modes is None and (unnamed := engine._call.unnamed(part.data)):
             events.note(UNNAMED.format(", ".join(unnamed)), shown=engine.rank == 0)
         coupling.check(engine, losses)
         total, count = look.whole

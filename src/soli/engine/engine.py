@@ -427,7 +427,7 @@ class Engine:
                     self.lay(part)
                 self._first.evaluating(self, part)
                 data = to_device(part.data, self.device) if part.rows else None
-                with self.randomness.evaluating(self.step_count, rows + part.start, max(part.rows, 1)):
+                with self.randomness.evaluating(self.step_count, rows + part.start, part.rows):
                     found += torch.tensor(self.forward_only(data), dtype=torch.float64)
                 rows, seen = rows + part.total, seen + agreed.marks(self, batch)
         sums = agreed.evaluated(self, found, seen)
@@ -443,10 +443,10 @@ class Engine:
             return pipelined.forward_only(self, self.pipeline, data)
         gatherer.begin_forward(training=False)
         total, count = 0.0, 0.0
-        if data is not None or self._first.row is not None:  # see microbatch.forward_backward
-            with self.loss_fn.unchanged(self.model), self.computing():
-                found, counted = microbatch.loss(self, self._first.row if data is None else data)
-            total, count = (float(found), counted) if data is not None and counted else (0.0, 0.0)
+        if data is not None:
+            with self.loss_fn.filling(self.model), self.computing():
+                found, count = microbatch.loss(self, data)
+            total = float(found) if count else 0.0
         gatherer.end_forward()
         gatherer.end_pass()
         return total, count

@@ -101,7 +101,7 @@ class Runner:
             torch.set_grad_enabled(gradients), between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving), randomness.probe(self.rows),
-            unwritten(self.data) as data, alone(), around(randomness) if around is not None else nullcontext(), unwrap(self.loss_fn).unchanged(self.model),
+            unwritten(self.data) as data, alone(), around(randomness) if around is not None else nullcontext(), unwrap(self.loss_fn).filling(self.model),
         ):  # fmt: skip
             if training:
                 between.training(self.model)

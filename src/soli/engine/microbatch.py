@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
-from soli.engine.batch import Part, to_device
+from soli.engine.batch import Part, at, to_device
 from soli.engine.contract import total_and_count
 from soli.parallel import recompute
 from soli.parallel.pipeline.split_backward import children_first
@@ -38,8 +39,8 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         gatherer.begin_forward(training=True)
         total, count = None, 0.0
         if piece.rows or engine._first.row is not None:
-            data = to_device(piece.data if piece.rows else engine._first.row, engine.device)
-            with engine.randomness.forward(), engine.computing():
+            data = to_device(piece.data if piece.rows else at(engine._first.row, [0]), engine.device)
+            with nullcontext() if piece.rows else engine.loss_fn.counting(), engine.randomness.forward(), engine.computing():
                 total, count = loss(engine, data)
             total, count = (total, count) if piece.rows else (None, 0.0)
         gatherer.end_forward()

@@ -15,7 +15,7 @@ from soli.core.errors import SoliError, on_all_ranks
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine import microbatch
-from soli.engine.batch import Part, part_of, rows_of, to_device
+from soli.engine.batch import Part, at, part_of, rows_of, to_device
 from soli.engine.layout import Runner
 from soli.mesh.collectives import all_reduce, ending, extreme, gather_json
 from soli.parallel.pipeline import schedules, stages, table, watch
@@ -172,14 +172,16 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
     gatherer.hold_all()
     reducer.begin_backward(last=False)
     total, count, none = 0.0, 0.0, engine._first.row is not None and not any(piece.rows for piece in pieces)
-    pieces = [Part(engine._first.row, 0, 1, pieces[0].total)] if none else pieces  # see microbatch.forward_backward
+    pieces = [Part(at(engine._first.row, [0]), 0, 1, pieces[0].total)] if none else pieces  # see microbatch.forward_backward
     for a, b in even_parts(len(pieces), min(engine.plan.accumulate, len(pieces))):
         flush = [replace(piece, data=to_device(piece.data, engine.device)) for piece in pieces[a:b]]
         # Shorter than the schedule's: the rest is empty.
         flush += [Part(None, 0, 0, pieces[0].total)] * (pipeline.count - len(flush))
-        with together_ending(engine):
+        with together_ending(engine), engine.loss_fn.counting() if none else nullcontext():
             more, counted = pipeline.step(flush, engine.step_count, 0.0 if none else engine.seed_of_loss)
         total, count = (0.0, 0.0) if none else (total + more, count + counted)
+    for slot in [slot for unit in reducer.units for slot in unit.slots] if none else ():
+        slot.arrived = False  # an earlier row's zeros use no parameter
     reducer.begin_backward(last=True)
     reducer.finish_backward()
     for unit in reducer.units:
@@ -193,10 +195,9 @@ def forward_only(engine: Engine, pipeline: Pipeline, data: Any) -> tuple[float, 
     """See Engine.forward_only."""
     engine.laid.gatherer.hold_all()
     with together_ending(engine):
-        given = engine._first.row if data is None else data  # see microbatch.forward_backward
-        found = pipeline.forward_only(given, rows_of(given)) if given is not None else (0.0, 0.0)
+        found = pipeline.forward_only(data, rows_of(data)) if data is not None else (0.0, 0.0)
     engine.laid.gatherer.end_pass()
-    return found if data is not None else (0.0, 0.0)
+    return found
 
 
 def agree_on_use(engine: Engine) -> None:

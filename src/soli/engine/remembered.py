@@ -9,7 +9,7 @@ that it names, attributes, lists and dicts, of the program's own modules; not in
 import functools
 import sys
 import sysconfig
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -69,7 +69,7 @@ class Remembering:
                 self.matters = not same(self.function(output, batch)[0], result[0])
             return result
         finally:
-            _give(before)
+            _give(before, self.filled)
 
     def _compare(self, found: dict[str, Any]) -> None:
         """Every call begins alike: what ends otherwise was changed by its rows."""
@@ -89,14 +89,20 @@ class Remembering:
         """All calls are one: each begins with what was kept before the first, but for what changes by rows."""
         return patch.multiple(self, _steps=True, _begun=[])
 
-    def unchanged(self, model: nn.Module | None = None) -> ExitStack:
-        """Whatever is called inside, what is kept is as before afterwards, but for what the modules of `model` have."""
+    def unchanged(self, but: Container[str] = ()) -> ExitStack:
+        """Whatever is called inside, what is kept is as before afterwards, without the names in `but`."""
         afterwards = ExitStack()
-        if not self.blind and not (self._goes_on and model is not None):  # an evaluation goes on
-            before = _places(self.function, {id(module) for module in (model.modules() if model is not None else ())})
-            afterwards.callback(_give, before)
-            afterwards.enter_context(patch.object(self, "_earlier", before if model is not None else []))
+        afterwards.callback(_give, _places(self.function), but)
         return afterwards
+
+    def counting(self) -> ExitStack:
+        """Around a call on no row of a batch: only what counts calls goes on."""
+        return self.unchanged(self.kept.keys() - self.by_rows)
+
+    def filling(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Around a forward of `model` and its loss: what the forward puts there for the loss is told from what the loss keeps."""
+        looks = not (self.blind or self._goes_on)  # an evaluation goes on
+        return patch.object(self, "_earlier", _places(self.function, {id(module) for module in model.modules()}) if looks else [])
 
     def going_on(self) -> AbstractContextManager[object]:
         """Each call goes on with what the one before kept, as the program's own would."""
@@ -153,10 +159,10 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _places(function: Any, but: Iterable[int] = ()) -> list[Place]:
+def _places(function: Any, but: Collection[int] = ()) -> list[Place]:
     """`but`: ids of what is not looked into."""
     with _alone():
-        return [Place(name, holder) for name, holder in _holders("", function, {*but})]
+        return [Place(name, holder) for name, holder in _holders("", function, {*but}, MOST + len(but))]
 
 
 def _changed(places: list[Place]) -> dict[str, Any]:
@@ -179,9 +185,9 @@ def _give(places: list[Place], out: Container[str] = ()) -> None:
                     place.give(name)
 
 
-def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _holders(name: str, x: Any, seen: set[int], most: int) -> Iterator[tuple[str, Any]]:
     """Everything in reach that can hold something else after a call, with a name for each."""
-    if id(x) in seen or len(seen) > MOST or name.count(".") > DEEPEST or isinstance(x, type | nn.Parameter | str | int | float | None):
+    if id(x) in seen or len(seen) > most or name.count(".") > DEEPEST or isinstance(x, type | nn.Parameter | str | int | float | None):
         return
     seen.add(id(x))
     inner: dict[Any, Any] = {}
@@ -207,7 +213,7 @@ def _holders(name: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         inner = vars(x) | {"": vars(type(x)).get("forward") or vars(type(x)).get("__call__")}
         yield name, vars(x)
     for key, one in inner.items():
-        yield from _holders(_path(name, key), one, seen)
+        yield from _holders(_path(name, key), one, seen, most)
 
 
 def _named(code: CodeType) -> set[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from soli.core.errors import Problem, SoliError, failure, on_all_ranks, raise_all
+from soli.core.errors import Problem, SoliError, blaming, failure, on_all_ranks, raise_all
 from soli.core.report import install_hook, stacks_on_request, waiting
 from soli.core.versions import process_groups
 from soli.mesh.backends import cpu_backend
@@ -145,14 +145,12 @@ def _made_backend() -> str:
 
 def _start(rank: int, size: int, backend: str, seconds: float) -> None:
     address, where = os.environ["MASTER_ADDR"], dict[str, Any]()
-    try:
+    with blaming(lambda error: _not_started(rank, size, address, error), dist.DistError, OSError):
         if address in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a laptop's own name often resolves to nothing
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun has one
                 where["store"] = _store(rank, size, seconds)
         make_group(backend, rank, size, seconds, **where)
-    except (dist.DistError, OSError) as error:
-        raise _not_started(rank, size, address, error) from error
     atexit.register(_leave)
 
 

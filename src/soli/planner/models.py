@@ -131,12 +131,13 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     gated, tied = FAMILIES.get(kind, (not {activation, kind}.isdisjoint(GATED) or (experts > 0 and not activation), True))
     wide, plain = numbers["ffn"] or 4 * hidden, _plain(said, layers) if experts else 0
+    before_first = said.get("pad_token_id", 1) + 1 if kind in PADDED else 0  # positions that count from after the padding's index leave these free
     model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
         head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
         ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=gated, vocab=vocab, experts=experts,
-        active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=_usable(kind, said, numbers["seq"] or 0),
+        active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=max((numbers["seq"] or 0) - before_first, 0),
         tied=bool(said.get("tie_word_embeddings", tied)), compressed=_compressed(said, hidden, heads),
         plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0, **_windows(kind, said, layers),
         both_ways=kind in ENCODERS and not said.get("is_decoder"),
@@ -174,11 +175,6 @@ def _unreadable(file: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
     layers = _number(said, NAMES["layers"])
     if isinstance(kinds, list) and kinds and layers and len(kinds) < layers:
         yield Problem(f"{file}: layer_types has {len(kinds)} layers, and the model {layers}")
-
-
-def _usable(kind: str, said: Mapping[str, Any], positions: int) -> int:
-    """Of a table of positions: those that count from after the padding's index leave that many free."""
-    return max(positions - said.get("pad_token_id", 1) - 1, 0) if kind in PADDED else positions
 
 
 def _latent_head(said: Mapping[str, Any]) -> int:

@@ -109,6 +109,6 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
         "fours": float(framework.startswith("megatron")),
         "pieces": first("pieces", has, 1.0),
         "turns": float(tells("turns", has)),
-        "widened": 4.0 * tells("peft", has),
+        "widened": 4.0 * (tells("peft", has) and framework not in (MEGATRON, "soli")),
         "written": float(generation == "cpu"),
     }
