@@ -267,6 +267,16 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
     assert {name: row.point[name] for name in point} == pytest.approx(point)
 
 
+def test_a_copy_in_8_bits_is_there_if_the_run_fits_with_it() -> None:
+    """Llama 3 70B of Megatron's examples, whose scripts gather parameters in 8 bits, of which the row says nothing: with a copy it would not fit."""
+    row = next(row for row in table("megatron_llama_example") if row["model"] == "LLAMA3-70B")
+    assert "parameters gathered in 8 bits" in read(row).inferred
+    assert predict([row])[0].feasible
+    roomy = read(row | {"gpu": "H200"})
+    assert (roomy.point["eighth"], "parameters gathered in 8 bits" in roomy.inferred) == (1.0, False)
+
+
+
 def test_ties_and_gates_are_the_published_models() -> None:
     """Of whole rows too, whose tables are large beside their layers: cards of Llama-3.2-1B, Qwen2.5-0.5B, Gemma-2-2B, Pythia, GPT-NeoX-20B, GPT-3."""
     names = ("layers", "hidden", "heads", "ffn", "vocab")

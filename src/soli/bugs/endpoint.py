@@ -7,7 +7,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from soli.bugs.taxonomy import DIMENSIONS
-from soli.core.errors import SoliError, needing
+from soli.core.errors import SoliError, blaming, needing
 
 HERE = ("127.0.0.1", "localhost", "::1")
 SECONDS = 120.0
@@ -76,10 +76,8 @@ class Endpoint:
             raise Nonsense(" ".join(str(error).split())[:LONG]) from error
         except OpenAIError as error:
             raise Unreachable(" ".join(str(error).split())[:LONG]) from error
-        try:
+        with blaming(lambda _: Nonsense(f"no message: {str(answer)[:LONG]!r}"), AttributeError, IndexError, TypeError):
             text = str(answer.choices[0].message.content)
-        except (AttributeError, IndexError, TypeError) as error:
-            raise Nonsense(f"no message: {str(answer)[:LONG]!r}") from error
         return words(text)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from soli.checkpoint.folder import FILE, HIDDEN, MANIFEST, locate
 from soli.checkpoint.tensorfile import NAMES, dtype_name
-from soli.core.errors import Problem, SoliError, failure, raise_all
+from soli.core.errors import Problem, SoliError, blaming, failure, raise_all
 from soli.core.layout import Box
 
 State = dict[str, Any]
@@ -142,7 +142,9 @@ def read_manifest(path: str | Path) -> Manifest:
     SoliError if there is no checkpoint, if it is something else (said what), or if the manifest is damaged.
     """
     file = locate(Path(path)) / MANIFEST
-    try:
+    copy = "take another copy of this checkpoint, or an earlier one (soli train: move this one away, and the newest that is left is taken)"
+    damaged = lambda error: failure(f"{file} is damaged or no manifest of soli", got=f"{type(error).__name__}: {error}", fix=copy)
+    with blaming(damaged, ValueError, KeyError, TypeError, AttributeError):
         body = json.loads(file.read_text(encoding="utf-8"))
         if body["format"] != FORMAT:
             raise ValueError(f"format {body['format']!r}")
@@ -154,10 +156,6 @@ def read_manifest(path: str | Path) -> Manifest:
         if body.pop("seal") != _seal(body):
             raise ValueError("its seal does not match its content")
         return _from_json(body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        got = f"{type(error).__name__}: {error}"
-        fix = "take another copy of this checkpoint, or an earlier one (soli train: move this one away, and the newest that is left is taken)"
-        raise failure(f"{file} is damaged or no manifest of soli", got=got, fix=fix) from error
 
 
 def _from_json(body: dict[str, Any]) -> Manifest:

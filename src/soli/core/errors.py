@@ -89,7 +89,7 @@ def raise_all(problems: Iterable[Problem], *, everywhere: bool = False) -> None:
 
 
 @contextmanager
-def blaming(failed: Callable[[Any], SoliError], *kinds: type[Exception]) -> Iterator[None]:
+def blaming(failed: Callable[[Any], Exception], *kinds: type[Exception]) -> Iterator[None]:
     """Around code that is not soli's: `failed` says how what it raises is told. `kinds`: of these alone."""
     kinds = kinds or (Exception,)
     try:

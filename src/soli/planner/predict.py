@@ -12,15 +12,12 @@ from soli.planner.cost.constants import known, repeated, spread_of
 from soli.planner.cost.points import Array, Points, points
 from soli.planner.cost.step import Step, step
 from soli.planner.measured import Measured, fit
-from soli.planner.row import Row
+from soli.planner.row import RUNS, Row
 from soli.planner.rows import read, read_measured
 
 GB = 1e9
 FEWEST = 8
 """Measured rows of a framework on a generation from which constants are fitted."""
-RUNS = 0.95
-"""Of what tensors can take the share in which a run is taken to fit, but where what it leaves out was chosen so that it does: the rest is broken up.
-Of 128 runs that ran out of memory 22 are predicted to fit so, and 31 in the whole; of 3,430 that ran 66 not to, and 41 (docs/log.md, 2026-11-29)."""
 
 
 @dataclass(frozen=True)
