@@ -270,10 +270,11 @@ def test_what_rows_say(changes: dict[str, str], point: dict[str, float]) -> None
 def test_a_copy_in_8_bits_is_there_if_the_run_fits_with_it() -> None:
     """Llama 3 70B of Megatron's examples, whose scripts gather parameters in 8 bits, of which the row says nothing: with a copy it would not fit."""
     row = next(row for row in table("megatron_llama_example") if row["model"] == "LLAMA3-70B")
-    assert "parameters gathered in 8 bits" in read(row).inferred
-    assert predict([row])[0].feasible
-    roomy = read(row | {"gpu": "H200"})
-    assert (roomy.point["eighth"], "parameters gathered in 8 bits" in roomy.inferred) == (1.0, False)
+    found, roomy = predict([row, row | {"gpu": "H200"}])
+    assert (found.feasible, "parameters gathered in 8 bits" in found.inferred) == (True, True)
+    assert (roomy.feasible, "parameters gathered in 8 bits" in roomy.inferred) == (True, False)
+    assert roomy.predicted_memory_gb > found.predicted_memory_gb
+
 
 
 

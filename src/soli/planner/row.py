@@ -7,9 +7,6 @@ from soli.planner.hardware.devices import Device
 Said = dict[str, float | None]
 """A row's numbers, by their names here (columns.toml)."""
 RECOMPUTE, SIZE, DEVICES, GROUP, KERNEL, BY_EYE = ("recompute=", "microbatch=", "gpus=", "shard_group=", "attention=", "a time read by eye")
-RUNS = 0.95
-"""Of what tensors can take the share in which a run is taken to fit, but where what it leaves out was chosen so that it does: the rest is broken up.
-Of 128 runs that ran out of memory 22 are predicted to fit so, and 31 in the whole; of 3,430 that ran 66 not to, and 41 (docs/log.md, 2026-11-29)."""
 
 
 @dataclass

@@ -6,14 +6,14 @@ from math import ceil
 from soli.planner.cost import memory
 from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import FULL, points
-from soli.planner.row import GROUP, RECOMPUTE, RUNS, SIZE, Row
+from soli.planner.row import GROUP, RECOMPUTE, SIZE, Row
 from soli.planner.spellings import DEEPSPEED, FSDP
 
 
 def fitted(found: Row) -> None:
     """Settles a row's microbatch, and how many of its layers are computed again, where it says neither, or one of them; and HSDP's groups.
 
-    Frozen weights of products of 8 bits have as many if the run does not fit otherwise; other parameters are gathered in 8 bits then, and no copy is beside them.
+    Frozen weights of products of 8 bits have as many if the run does not fit otherwise.
     An optimizer of which nothing is said is shared out, and then a sequence beside tp, if the run does not fit otherwise; under PyTorch, without tp
     and pp, the parameters too, if it does not fit whatever is computed again.
     Groups of states whose size nobody says are servers, or twice as many ranks until the run fits.
@@ -22,9 +22,9 @@ def fitted(found: Row) -> None:
     """
     point, words = found.point, found.inferred
 
-    def fits(share: float = 1.0, **changes: float) -> bool:
+    def fits(**changes: float) -> bool:
         constants = repeated(known(found.framework, found.generation), 1)
-        return bool(memory.peak(points([point | changes]), constants)[0] <= share * point["capacity"])
+        return bool(memory.peak(points([point | changes]), constants)[0] <= point["capacity"])
 
     least = {"recompute": FULL, "again": 0.0} if found.unsaid else {}
     if found.grouped and not fits(**least):
@@ -35,9 +35,6 @@ def fitted(found: Row) -> None:
     if point["frozen"] and point["low"] < 2 == point["weight"] and not fits(**small):
         point["weight"] = narrowed(point, 8.0, 2.0)
         words.append("frozen weights of 8 bits")
-    if point.get("eighth") and not fits(RUNS, **small):
-        point["eighth"] = 0.0
-        words.append("parameters gathered in 8 bits")
     alone = found.framework == FSDP and point["tp"] * point["pp"] == 1
     sharing = {"zero=0": ("zero=1", point["dp"] * point["cp"] > 1, {}), "zero=1": ("zero=3", alone, small), "sp=off": ("sp=on", True, {})}
     for silent, (shared, may, less) in sharing.items():
