@@ -123,7 +123,7 @@ def test_states_of_programs(framework: str, precision: str, pipeline: bool, said
 
 def test_a_copy_in_8_bits_is_of_layers_alone() -> None:
     without, beside = (memory.peak(point(eighth=flag), ONE)[0] for flag in (0, 1))
-    assert isclose(beside - without, 24 * (4 * 2048**2 + 2 * 2048 * 8192), rel_tol=1e-3)  # and norms
+    assert isclose(beside - without, 24 * (4 * 2048**2 + 2 * 2048 * 8192 + 2 * 2 * 2048))  # two norms have a weight and a bias
 
 
 def test_adapters_that_cast_what_they_read_keep_it() -> None:
@@ -138,7 +138,7 @@ def test_a_backward_ends_with_the_last_layers_activations_beside_all_gradients()
     made = point(seq=1024, recompute=FULL, weight=2, gradient=2, summed=2, moments=4, late=1, dp=64, vocab=512)
     count, last = memory.of_stage(made)[0][0], memory.activations_of_layer(made.recomputing(NONE))[0]
     assert last > 0.01 * count
-    assert isclose(memory.peak(made, k)[0], count * (2 + 2 + 4) + last, rel_tol=1e-3)
+    assert isclose(memory.peak(made, k)[0], count * (2 + 2 + 4) + last)
 
 
 def test_programs_under_autocast_keep_residuals_of_32_bits_where_no_compiler_and_no_wider_word_is() -> None:
@@ -189,7 +189,8 @@ def test_gradients_that_are_made_anew_take_no_memory_at_the_loss() -> None:
     kept = {"weight": 2, "gradient": 2, "summed": 2, "copied": 0, "moments": 4, "late": 1, "dp": 64}
     few, many = point(seq=8, vocab=512, **kept), point(seq=8192, vocab=512, **kept)
     count = memory.of_stage(few)[0][0]
-    assert isclose(memory.peak(few, k)[0], count * (2 + 2 + 4), rel_tol=1e-3)  # and the last layer's activations
+    last = memory.activations_of_layer(few.recomputing(NONE))[0]
+    assert isclose(memory.peak(few, k)[0], count * (2 + 2 + 4) + last)
     assert memory.kinds(many, k)["activations"][0] > count * 2
     assert memory.kinds(many, k)["gradients"][0] == 0
     assert memory.kinds(replace(many, dp=np.full(1, 8.0)), k)["gradients"][0] == count * 2
