@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from soli.checkpoint.tensorfile import Entry
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, blaming
 from soli.core.events import events
 
 
@@ -27,12 +27,14 @@ def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
     if getattr(model.config, "quantization_config", None) is not None:
         events.note("weights keep the names that they have: they are quantized", shown=True)
         return entries
-    import transformers.core_model_loading as loading
-    from transformers.conversion_mapping import get_model_conversion_mapping
+    with blaming(lambda error: SoliError("published names of weights stand in a table of transformers, and this one has none, or another", got=error, fix="pip install 'soli[hf]'"), ImportError):
+        import transformers.core_model_loading as loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
 
     table = get_model_conversion_mapping(model, add_legacy=not back)
     if back:  # as transformers saves what it has not loaded
-        table = [one.reverse_transform() for one in table[::-1] if not isinstance(one, loading.PrefixChange)]
+        table = [one.reverse_transform() for one in table[::-1] if not isinstance(one, PrefixChange)]
     names = [one for one in table if isinstance(one, loading.WeightRenaming)]
     converters = [one for one in table if isinstance(one, loading.WeightConverter)]
     of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
@@ -52,17 +54,15 @@ def converted(entries: list[Entry], config: Path, back: bool) -> list[Entry]:
     # of a tensor that becomes several the values are kept until another two are asked for: a file has them by turns
     values = functools.lru_cache(maxsize=2)(made)
     result: dict[str, Entry] = {}
+    fix = f"copy the folder again, if part of it is missing; without {config.name} beside them weights keep the names that they have"
     for key, (how, sources) in groups.items():
         if len(sources) > 1 and isinstance(how, loading.WeightRenaming):
             raise SoliError(f"{key} is there more than once", got=", ".join(e.key for _, e in sources), fix="leave out what is old")
         got = f"{len(sources)} tensors, {sources[0][1].key} the first"
-        fix = f"copy the folder again, if part of it is missing; without {config.name} beside them weights keep the names that they have"
-        try:
+        with blaming(lambda error: SoliError(f"{key} cannot be made as transformers makes it", got=f"{got}: {error}", fix=fix)):  # noqa: B023 (it is called here)
             forms = made(key, False)
-        except Exception as error:  # what torch and transformers say of tensors that do not fit
-            raise SoliError(f"{key} cannot be made as transformers makes it", got=f"{got}: {error}", fix=fix) from error
         for name, x in forms.items():
-            to, wanted = loading.apply_renamings(name, names) if back else name, known.get(name, x).shape
+            to, wanted = loading.rename_source_key(name, names, [])[0] if back else name, known.get(name, x).shape
             if (len(sources) > 1 and wanted != x.shape) or to in result:
                 raise SoliError(f"{to} would be of shape {tuple(x.shape)}", got=got, allowed=f"one of {tuple(wanted)}", fix=fix)
             result[to] = Entry(to, x.dtype, tuple(x.shape), lambda k=key, n=name: values(k)[n])  # type: ignore[misc]

@@ -114,3 +114,12 @@ def nearest(word: str, known: Iterable[str], otherwise: str = "", least: float =
 def listed(names: list[str]) -> str:
     """The first four, and how many more there are."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def in_a_line(error: Exception) -> str:
+    """An error in a line."""
+    if isinstance(error, SoliError):
+        first = error.problems[0]
+        return f"{first.what} ({first.got})" if first.got else first.what
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]

@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import nn
 
 from soli.core import copies
-from soli.core.errors import Problem, SoliError, on_all_ranks, raise_all
+from soli.core.errors import Problem, SoliError, in_a_line, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import busy
 from soli.engine.calibrate import CHANGED, calibrated, clock, free_memory, with_products
-from soli.engine.deciding import Choice, Option, size
+from soli.engine.deciding import Choice, Option, fitting, ordered, rehearsed, size
 from soli.engine.engine import Engine
 from soli.engine.rehearse import Program, rehearse, unseen, widened
 from soli.engine.taken import HEADROOM, Taken, is_beyond
@@ -64,43 +64,17 @@ FINAL_SECONDS, FINAL_STEPS = 2.0, 12
 short steps are told apart by many of them, of which there are no more than so many."""
 
 
-class Looking:
-    """Plans that are looked at: `options`, and what this process has rehearsed of any."""
-
-    options: dict[str, Option]
-    looked_at: dict[str, Option]
-
-    def _rehearsed(self, plan: Plan) -> Option:
-        """What a rehearsal says of a plan; once, since it says the same each time that others are looked for."""
-        name = str(plan)
-        if name not in self.looked_at:
-            try:
-                self.looked_at[name] = self._taking(plan)
-            except Exception as error:  # any that the user's program may raise; it is told
-                self.looked_at[name] = Option(name, refused=in_a_line(error))
-        return self.looked_at[name]
-
-    def _taking(self, plan: Plan) -> Option:
-        raise NotImplementedError
-
-    def _ordered(self) -> list[Option]:
-        return sorted(self.options.values(), key=lambda o: (bool(o.refused), o.time))
-
-    def _fitting(self) -> list[Option]:
-        return [option for option in self._ordered() if not option.refused]
-
-
-class Auto(Looking):
+class Auto:
     """One decision, on every rank of a job. Collective."""
 
     def __init__(self, program: Program, world: World, rows: int, memory: float | None, probes: int) -> None:
         self.program, self.world, self.rows, self.probes = program, world, rows, probes
         self.mesh: Mesh = build_mesh(Plan(dp=world.size), world)
         self.memory = memory or free_memory(world, self.mesh)
-        self.options = {}
+        self.options: dict[str, Option] = {}
         self.machine: Machine | None = None
         self.rehearsals: dict[str, Rehearsal] = {}  # this rank's share
-        self.looked_at = {}  # by this rank, what does not fit among them
+        self.looked_at: dict[str, Option] = {}  # by this rank, what does not fit among them
         self.notes: list[str] = []
         self.paced: float | None = None
         self.learnt = Learnt()
@@ -119,11 +93,10 @@ class Auto(Looking):
             if self.probes > 1:
                 self._climb()
                 self._finish()
-        order = self._fitting()
-        while order and not order[0].taken and not self._holds(order[0]):
-            order = self._fitting()
-        order = self._fitting()  # with what that run has told of the best
-        return self._none() if not order else Choice(Plan.parse(order[0].plan), self._ordered(), self.memory, self._lines(order, start))
+        while (order := fitting(self.options)) and not order[0].taken and not self._holds(order[0]):
+            continue  # with the next one
+        order = fitting(self.options)  # with what that run has told of the best
+        return self._none() if not order else Choice(Plan.parse(order[0].plan), ordered(self.options), self.memory, self._lines(order, start))
 
     def _need_room(self) -> None:
         """SoliError where what one step leaves to the next is too much, however it is cut: before what takes long."""
@@ -164,7 +137,7 @@ class Auto(Looking):
         """The first of a plan and its lighter forms that fits and did not fail; or the last, refused."""
         last = Option(str(plan))
         for one in (plan, *lighter(plan, self.world.size, self.rows)):
-            option = self.options.get(str(one)) or self._rehearsed(one)
+            option = self.options.get(str(one)) or rehearsed(self.looked_at, one, self._taking)
             if not option.peak:  # this program cannot have it
                 if one is plan:
                     return option
@@ -250,7 +223,7 @@ class Auto(Looking):
         """Run what differs from the best that was run in one choice, and go on from whatever is better: forms of one layout
         differ by less than predictions of them are off."""
         for _ in range(AROUND):
-            order = self._fitting()
+            order = fitting(self.options)
             best = next((o for o in order if o.measured), None)
             open_ = [o for o in order if best and not o.measured and o.seconds <= CHANGED * best.measured]
             beside = [o for o in open_ if best and differences(Plan.parse(o.plan), Plan.parse(best.plan)) == 1]
@@ -260,7 +233,7 @@ class Auto(Looking):
 
     def _finish(self) -> None:
         """Run the best of the plans that were run again, in turns: a few steps do not tell apart what is nearly alike. Each has the median then."""
-        run = [o for o in self._fitting() if o.measured]
+        run = [o for o in fitting(self.options) if o.measured]
         near = [o.plan for o in run if o.measured <= DOUBT * run[0].measured][:FINALISTS]
         if len(near) < 2:
             return
@@ -275,7 +248,7 @@ class Auto(Looking):
 
     def _vary(self) -> None:
         """Rehearse the variants of the layouts that are near the best, and of data parallelism."""
-        order = {str(layout_of(o)): o for o in reversed(self._fitting())}  # of each layout the best
+        order = {str(layout_of(o)): o for o in reversed(fitting(self.options))}  # of each layout the best
         near = sorted(order.items(), key=lambda one: one[1].time)[:LAYOUTS]
         limit = NEAR * min((o.time for _, o in near), default=0.0)
         usual = [(name, o) for name, o in order.items() if _is_usual(o)]
@@ -287,7 +260,7 @@ class Auto(Looking):
     def _next(self, number: int) -> Option | None:
         """What to run: data parallelism, in all its forms where plans are probed, and `probes` different layouts; then
         whatever may be the quickest, if it is to be tried."""
-        order = self._fitting()
+        order = fitting(self.options)
         known = {layout_of(o) for o in order if o.measured}
         open_ = sorted((o for o in order if not o.measured), key=lambda o: layout_of(o) in known)
         if not open_:
@@ -364,7 +337,7 @@ class Auto(Looking):
             raise_all([Problem("no plan runs this program as it is"), *self._problems()], everywhere=True)
         plan, line = plain(self.world.size, "the program cannot be rehearsed")
         why = "; ".join(dict.fromkeys(o.refused for o in self.options.values()))
-        return Choice(plan, self._ordered(), self.memory, [line, why[:600]], plain=True)
+        return Choice(plan, ordered(self.options), self.memory, [line, why[:600]], plain=True)
 
     def _lines(self, order: list[Option], start: float) -> list[str]:
         """The decision in three lines."""
@@ -445,12 +418,3 @@ def layout_of(option: Option) -> tuple[Any, ...]:
 def _is_usual(option: Option) -> bool:
     """Whether its ranks share nothing but the batch."""
     return Plan.parse(option.plan).model_ranks == 1
-
-
-def in_a_line(error: Exception) -> str:
-    """An error in a line."""
-    if isinstance(error, SoliError):
-        first = error.problems[0]
-        return f"{first.what} ({first.got})" if first.got else first.what
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:200]

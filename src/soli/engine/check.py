@@ -23,6 +23,7 @@ from soli.engine.batch import Part, at, few, part_of, rows_of, take, to_device, 
 from soli.engine.contract import rounding
 from soli.engine.differentiating import Differentiating
 from soli.engine.effects import Effects, looked_at
+from soli.engine.remembered import LATER
 from soli.losses import FromModel
 from soli.mesh.collectives import all_gather, all_reduce, extreme, gather_json, raise_together
 from soli.parallel import kept
@@ -42,8 +43,6 @@ UNSURE = (
     "was said: from the first batch on where one counts the loss would be another; say shifted={}, unless the model reads its masks from the labels"
 )
 UNNAMED = "of the batch the loss alone has {}: the model's forward has **kwargs beside what it names, and is given what it names; name there what it is to have"
-LATER = 3
-"""Forwards more after which what they left in attributes is looked at once again: a list may be read from the second entry on."""
 
 
 class FirstStep:

@@ -12,6 +12,7 @@ import numpy as np
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from soli.core.errors import in_a_line
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.core.progress import SIZES
@@ -62,6 +63,26 @@ class Option:
     def told(self) -> str:
         """What a run took beyond its rehearsal."""
         return f"{self.plan} took {size(self.taken)}, {size(self.taken - self.peak)} more than rehearsed"
+
+
+def rehearsed(known: dict[str, Option], plan: Plan, taking: Callable[[Plan], Option]) -> Option:
+    """What a rehearsal says of a plan; once, since it says the same each time that others are looked for."""
+    name = str(plan)
+    if name not in known:
+        try:
+            known[name] = taking(plan)
+        except Exception as error:  # any that the user's program may raise; it is told
+            known[name] = Option(name, refused=in_a_line(error))
+    return known[name]
+
+
+def ordered(options: dict[str, Option]) -> list[Option]:
+    """The quickest first, those that cannot be last."""
+    return sorted(options.values(), key=lambda o: (bool(o.refused), o.time))
+
+
+def fitting(options: dict[str, Option]) -> list[Option]:
+    return [option for option in ordered(options) if not option.refused]
 
 
 @dataclass(frozen=True)

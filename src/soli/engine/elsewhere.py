@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map
 from soli.core.errors import SoliError
 from soli.core.plan import Plan
 from soli.core.progress import Add, busy
-from soli.engine.auto import LAYOUTS, Looking, layout_of
+from soli.engine.auto import LAYOUTS, layout_of
 from soli.engine.batch import rows_of, take
-from soli.engine.deciding import Option, size
+from soli.engine.deciding import Option, fitting, ordered, rehearsed, size
 from soli.engine.rehearse import Program, rehearse, widened
 from soli.engine.taken import HEADROOM
 from soli.losses import LossFn
@@ -35,7 +35,7 @@ OPERATIONS = 300_000
 
 
 @dataclass
-class Elsewhere(Looking):
+class Elsewhere:
     """A search: of a program, on a cluster, with so many rows a step, in so many bytes of a device; `fixed`: what each plan has."""
 
     program: Program
@@ -66,14 +66,14 @@ class Elsewhere(Looking):
                     self._look(plan, add)
                     if plan.model_ranks == 1:
                         self._vary(plan, add)
-            for option in list({layout_of(option): option for option in reversed(self._fitting())}.values())[-LAYOUTS:]:
+            for option in list({layout_of(option): option for option in reversed(fitting(self.options))}.values())[-LAYOUTS:]:
                 self._vary(Plan.parse(option.plan), add)
-        return self._ordered()
+        return ordered(self.options)
 
     def _is_near(self, precision: str) -> bool:
         """Whether the best takes hardly longer than its ranks compute where each has a part of the batch."""
         alone = self.looked_at.get(str(Plan(dp=self.cluster.size, precision=precision)))
-        best = next((o for o in self._fitting() if Plan.parse(o.plan).precision == precision), None)
+        best = next((o for o in fitting(self.options) if Plan.parse(o.plan).precision == precision), None)
         if best is None or alone is None or not alone.parts:
             return False
         return best.seconds <= WORTH * step_seconds(self.cluster, {name: alone.parts[name] for name in ("products", "others")})
@@ -101,7 +101,7 @@ class Elsewhere(Looking):
             if last and last.peak and _least(last, one) > self.memory:
                 continue
             add(1)
-            option = self._rehearsed(one)
+            option = rehearsed(self.looked_at, one, self._taking)
             if not option.refused:
                 return option
             if not option.peak and one is plan:  # this program cannot have it, in whatever form

@@ -3,12 +3,13 @@
 Sequentially it is called once a step. The engine calls it in checks and trials too, and once for each microbatch. So checks leave what it keeps
 as it was; what changes alike whatever the rows (a counter) changes once a step; and what changes by the rows changes with each call, which is
 right for a meter and refused where losses depend on it. It is found in what the function can reach: variables of functions around it, globals
-that it names, attributes, lists and dicts, of the program's own modules; not in iterators, and not in libraries.
+that it names, attributes, lists, deques and dicts, of the program's own modules; not in iterators, and not in libraries.
 """
 
 import functools
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Collection, Container, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import CellType, CodeType, FunctionType, MethodType
@@ -24,8 +25,10 @@ from soli.core.plan import Plan
 from soli.losses import LossFn
 from soli.parallel.kept import comparable, same
 
+LATER = 3
+"""Calls more in which what they left is looked at once again: a list may be read from the second entry on."""
 MOST = 1000
-"""Elements of a list or dict that is looked into, and places in all."""
+"""Elements of a list, deque or dict that is looked into, and places in all."""
 DEEPEST = 20
 """Steps from the function to a place: what hangs together by more (a list of nodes) is not followed to its end."""
 LARGEST = 2**20
@@ -65,8 +68,9 @@ class Remembering:
             result = self.function(output, batch)
             self._compare(_changed(before))
             if self.by_rows and isinstance(result, tuple) and not self.matters:
-                _give(before, self.by_rows)
-                self.matters = not same(self.function(output, batch)[0], result[0])
+                for _ in range(LATER):
+                    _give(before, self.by_rows)
+                    self.matters |= not same(self.function(output, batch)[0], result[0])
             return result
         finally:
             _give(before, self.filled)
@@ -124,8 +128,8 @@ class Place:
                 return {self.name: holder.cell_contents}
             except ValueError:
                 return {}  # not set yet
-        if isinstance(holder, Tensor | list):
-            return {self.name: holder.detach().clone() if isinstance(holder, Tensor) else holder.copy()}
+        if isinstance(holder, Tensor | list | deque):
+            return {self.name: holder.detach().clone() if isinstance(holder, Tensor) else [*holder]}
         table, names = holder if isinstance(holder, tuple) else (holder, list(holder))
         return {_path(self.name, key): table[key] for key in names if key in table}
 
@@ -137,8 +141,9 @@ class Place:
         elif isinstance(holder, Tensor) and isinstance(value, Tensor):
             with torch.no_grad():
                 holder.copy_(value)
-        elif isinstance(holder, list) and isinstance(value, list):
-            holder[:] = value
+        elif isinstance(holder, list | deque) and isinstance(value, list):
+            holder.clear()
+            holder.extend(value)
         else:
             table = holder[0] if isinstance(holder, tuple) else holder
             key = next(key for key in table if _path(self.name, key) == name)
@@ -204,11 +209,12 @@ def _holders(name: str, x: Any, seen: set[int], most: int) -> Iterator[tuple[str
             cells = {_path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)}
             yield from cells.items()
             inner |= {k: v for key, cell in cells.items() for k, v in Place(key, cell).held().items()}
+            inner |= vars(x)  # what the function itself has
+            yield name, vars(x)
             inner |= {f"default {i}": one for i, one in enumerate(x.__defaults__ or ())}
-    elif isinstance(x, list | tuple | dict):
-        if len(x) <= MOST:
-            inner = dict(x) if isinstance(x, dict) else dict(enumerate(x))
-            yield from [(name, x)] * (not isinstance(x, tuple))
+    elif isinstance(x, list | tuple | dict | deque) and len(x) <= MOST:
+        inner = dict(x) if isinstance(x, dict) else dict(enumerate(x))
+        yield from [(name, x)] * (not isinstance(x, tuple))
     elif isinstance(x, nn.Module) or (hasattr(x, "__dict__") and _own(type(x).__module__)):
         inner = vars(x) | {"": vars(type(x)).get("forward") or vars(type(x)).get("__call__")}
         yield name, vars(x)
