@@ -195,7 +195,7 @@ def test_all_that_is_wrong_with_rules_is_said(tmp_path: Path) -> None:
     for text in ("symptom has no such word", "a: this is no pattern", "b: a rule has a name, a weight, and looks in one place", "symptom hang: it has a prior", "fix: 'least' is a probability", "c: a weight is a number", "nothing is said of a dimension"):  # fmt: skip
         assert text in str(caught.value)
     rules.write_text("[")
-    with pytest.raises(SoliError, match="no TOML"):
+    with pytest.raises(SoliError, match="is not TOML"):
         classifier(rules)
 
 

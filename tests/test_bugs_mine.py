@@ -339,7 +339,7 @@ def test_without_git(repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nonsense = [", "no TOML"),
+        ("nonsense = [", "is not TOML"),
         ("[[rule]]\nname='a'\nwhere='sky'\nmatch=''\nfix=true\nwhy='w'\n", "there is no such place"),
         (
             "[[rule]]\nname='a'\nwhere='subject'\nmatch='('\nfix=true\nwhy='w'\n[[rule]]\nwhere='subject'\nmatch=''\nfix=true\nwhy='w'",

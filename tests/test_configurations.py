@@ -250,3 +250,27 @@ def test_strange_keys_and_missing_ones_are_said_at_once(tmp_path: Path) -> None:
         read(tmp_path, model_type="llama", hidden_size=64, vocab_size=100, num_attention_heads=4, layer_types=["recurrent"])
     assert len(refused.value.problems) == 2
     assert all(word in str(refused.value) for word in ("layer_types", "does not say the model's layers"))
+
+
+LATENT = {"model_type": "deepseek_v3", "hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "vocab_size": 1000, "kv_lora_rank": 512}
+
+
+@pytest.mark.parametrize("wrong", [{"kv_lora_rank": "512"}, {"kv_lora_rank": -512}, {"kv_lora_rank": True}, {"qk_nope_head_dim": "128"}, {"v_head_dim": -128}])
+def test_sizes_of_latent_attention_that_are_none_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LATENT | wrong))
+    with pytest.raises(SoliError, match=f"{next(iter(wrong))} is no size"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"])
+def test_what_python_reads_no_json_of_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SoliError, match="the model is no config"):
+        read_model(tmp_path)
+
+
+def test_values_of_minicpm3_are_as_wide_as_its_heads_share_where_nothing_says_it(tmp_path: Path) -> None:
+    sizes = {"q_lora_rank": 768, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    said = {"model_type": "minicpm3", "hidden_size": 2560, "num_hidden_layers": 62, "num_attention_heads": 40, "intermediate_size": 6400, "vocab_size": 73448}
+    (tmp_path / "config.json").write_text(json.dumps(said | sizes))
+    assert read_model(tmp_path)[0].parameters == pytest.approx(4.0739e9, rel=0.001)  # openbmb/MiniCPM3-4B, as transformers builds it

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from soli.bugs.history import Commit
-from soli.core.errors import Problem, SoliError, raise_all
+from soli.core import tables
+from soli.core.errors import Problem, raise_all
 
 PLACES = ("subject", "tag", "body", "kinds", "parents")
 OTHER, UNNAMED = "other", "a rule without a name"
@@ -72,13 +72,8 @@ def closes(commit: Commit) -> list[int]:
 
 def written(own: str, path: Path | None) -> tuple[dict[str, Any], str]:
     """Rules as they were written, in soli's own file or in another one, and the digest of their text."""
-    try:
-        text = (path or files("soli.bugs").joinpath(own)).read_text(encoding="utf-8")
-        return tomllib.loads(text), hashlib.sha256(text.encode()).hexdigest()[:16]
-    except OSError as error:
-        raise SoliError("the rules cannot be read", got=f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SoliError("the rules are no TOML", got=f"{path}: {error}") from error
+    said, text = tables.read(path or files("soli.bugs").joinpath(own), "the file of rules")
+    return said, hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def rules(path: Path | None = None) -> Rules:

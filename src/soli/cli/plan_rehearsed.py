@@ -40,7 +40,7 @@ def search(
     best, spread = [option for option in found if not option.refused], spread_of("soli")
     if not best:
         got = "; ".join(reasons(found))[:2000] or "none is as --fix says"
-        more = "more devices, a smaller --global-batch, or another --fix" if any(option.peak for option in found) else ""
+        more = "more devices, a smaller --global-batch, or another --fix" if any(option.peak for option in found) else "" if found else f"degrees whose product is {cluster.size}"
         raise SoliError(f"no plan of this program is known to run on {cluster}", got=got, fix=more)
     rehearsed, cannot = [problem.got for problem in why.problems], reasons(found)  # for what formulas lack
     parameters, rows = sum(p.numel() for p in made.model.parameters()), [_row(option, batch, spread, HEADROOM) for option in best[:count]]

@@ -179,7 +179,7 @@ def _whatif(task: Task, question: str) -> dict[str, Any]:
     tokens, days = (float(number) for number in found.groups())
     nodes, choice = whatif.devices(task, tokens, days)
     taken = tokens / choice.tokens_per_s / 86400
-    text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days."
+    text = f"{tokens:.3g} tokens in {days:g} days: {nodes * task.cluster.device.node} devices ({nodes} servers), {taken:.3g} days; of fewer, not all were tried."
     return told(text, choice, nodes=nodes, days=taken)
 
 

@@ -121,7 +121,7 @@ def note(p: Points, i: int) -> str:
     """What the plan's text does not say."""
     own, again, fewer = int(p.own_layers[i]), int(p.again[i]), int(p.fewer[i])
     each = own // int(p.chunks[i])
-    said = [f"{again} of a rank's {own} layers computed again"] if again else []
+    said = [f"{again} of a rank's {own} layers computed again"] if again and not p.by_product[i] else []
     said += [f"stages of up to {each} layers, the last of {each - fewer}"] if fewer else []
     return "; ".join(said)
 
@@ -207,18 +207,18 @@ def why_not(task: Task, wanted: Mapping[str, float]) -> str:
 
 def lacking(found: Found) -> str:
     """What the plan that takes least lacks."""
-    over = (found.least - found.task.limit) / GB
+    most, mean = found.least / GB, found.least / GB / spread_of(found.task.framework)["memory_high"]
     assert found.nearest is not None
     plan = plan_of(found.nearest, 0)
-    return f"The nearest, {plan}, takes up to {found.least / GB:.1f} GB a device and lacks {over:.1f} GB"
+    return f"The nearest, {plan}, takes {mean:.1f} GB a device, and up to {most:.1f}, of which it lacks {most - found.task.limit / GB:.1f} GB"
 
 
 def _nothing(found: Found) -> SoliError:
     task = found.task
     nodes, node = enough(task), task.cluster.device.node
-    more = f"{nodes} servers of {node} would hold it ({(nodes or 0) * node} devices)"
-    fix = more if nodes else "more memory a device, or a smaller model"
-    what = f"{task.cluster} cannot hold {task.model.name} under any of {found.counted} plans"
+    fix = f"{nodes} servers of {node} would hold it ({nodes * node} devices)" if nodes else "more memory a device, or a smaller model"
+    holds = "cannot" if found.least > spread_of(task.framework)["memory_high"] * task.limit else "is not sure to"
+    what = f"{task.cluster} {holds} hold {task.model.name} under any of {found.counted} plans"
     return SoliError(what, got=lacking(found), allowed=f"{task.limit / GB:.1f} GB a device", fix=fix)
 
 
@@ -249,7 +249,7 @@ def fixed_of(text: str) -> dict[str, float]:
         elif name not in FIXED:
             wrong.append(Problem(f"'{name}' cannot be fixed", allowed=", ".join(FIXED)))
         elif value is None:
-            allowed = ", ".join(values) if values else "a whole number above 0"
+            allowed = ", ".join(values) if values else "a whole number above 0, of up to nine digits"
             fix = SAME.get(word) or commas(word)
             wrong.append(Problem(f"'{word}' cannot be", got=said or "nothing", allowed=allowed, fix=fix))
         elif found.setdefault(name, value) != value:

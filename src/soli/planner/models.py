@@ -104,7 +104,7 @@ def read_model(path: Path, near: Sequence[str] = ()) -> tuple[Model, tuple[str, 
         allowed = "a Hugging Face config.json, the directory that has one, FILE.py:NAME, or a published model's name"
         allowed += f" ({', '.join(near)})" if near else ""
         raise SoliError("the model cannot be read", got=f"{file}: {error.strerror}", allowed=allowed) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits, brackets in 100,000 others
         allowed = "a Hugging Face config.json, or the directory that has one"
         raise SoliError("the model is no config.json", got=f"{file}: {error}", allowed=allowed) from error
     if not isinstance(said, Mapping):
@@ -129,16 +129,19 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
         numbers["kv_heads"] = None
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
+    usual = {"kv_rank": 0, "q_rank": 0, "nope": 128, "rope": 64, "values": hidden // heads if kind == "minicpm3" else 128}
+    latent = {name: numbers[name] or size for name, size in usual.items()} if numbers["kv_rank"] else {}
     gated, tied = FAMILIES.get(kind, (not {activation, kind}.isdisjoint(GATED) or (experts > 0 and not activation), True))
     wide, plain = numbers["ffn"] or 4 * hidden, _plain(said, layers) if experts else 0
-    before_first = said.get("pad_token_id", 1) + 1 if kind in PADDED else 0  # positions that count from after the padding's index leave these free
+    padded = kind in PADDED and isinstance(said.get("pad_token_id", 1), int)
+    before_first = said.get("pad_token_id", 1) + 1 if padded else 0  # positions that count from after the padding's index leave these free
     model = Model(
         name=str(said.get("_name_or_path") or kind or file.parent.name), layers=layers, hidden=hidden, heads=heads,
         kv_heads=1 if one_key else numbers["kv_heads"] or heads,
-        head_size=_latent_head(said) or numbers["head_size"] or hidden // heads,
+        head_size=sum(latent[name] for name in ("nope", "rope", "values")) // 2 if latent else numbers["head_size"] or hidden // heads,
         ffn=(numbers["expert_ffn"] if experts else None) or wide, gated=gated, vocab=vocab, experts=experts,
         active=(numbers["routed"] or 1) + shared if experts else 1, shared=shared, seq=max((numbers["seq"] or 0) - before_first, 0),
-        tied=bool(said.get("tie_word_embeddings", tied)), compressed=_compressed(said, hidden, heads),
+        tied=bool(said.get("tie_word_embeddings", tied)), compressed=int(compressed(hidden, heads, **latent)) if latent else 0,
         plain=plain, plain_ffn=(numbers["plain_ffn"] or wide) if plain else 0, **_windows(kind, said, layers),
         both_ways=kind in ENCODERS and not said.get("is_decoder"),
     )  # fmt: skip
@@ -175,19 +178,6 @@ def _unreadable(file: Path, said: Mapping[str, Any]) -> Iterator[Problem]:
     layers = _number(said, NAMES["layers"])
     if isinstance(kinds, list) and kinds and layers and len(kinds) < layers:
         yield Problem(f"{file}: layer_types has {len(kinds)} layers, and the model {layers}")
-
-
-def _latent_head(said: Mapping[str, Any]) -> int:
-    """Of a head under latent attention: the mean of what its keys and its values have; 0 where there is none."""
-    keys = sum(said.get(name, usual) for name, usual in (("qk_nope_head_dim", 128), ("qk_rope_head_dim", 64)))
-    return (keys + said.get("v_head_dim", 128)) // 2 if said.get("kv_lora_rank") else 0
-
-
-def _compressed(said: Mapping[str, Any], hidden: int, heads: int) -> int:
-    if not said.get("kv_lora_rank"):
-        return 0
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return int(compressed(hidden, heads, said.get("q_lora_rank") or 0, *(said[name] for name in names if name in said)))
 
 
 def _windows(kind: str, said: Mapping[str, Any], layers: int) -> dict[str, Any]:

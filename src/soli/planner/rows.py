@@ -340,11 +340,8 @@ def _parted(row: Mapping[str, str], recompute: str, point: Mapping[str, float], 
 def _moved(row: Mapping[str, str], parts: list[str], whole: bool, found: Row) -> bool:
     """Whether activations go to the host. `parts`: what is said to go there. `whole`: all is sharded, and all of layers recomputed."""
     moved = any("activ" in part for part in parts)
-    if moved:
-        found.inferred.append("offload=activations takes no time")
-    else:
-        unread = (part for part in parts if not SILENT.fullmatch(part) and spellings.meant("offloaded", part) is None)
-        found.inferred += [f"offload: '{part}' is not counted" for part in unread if not spellings.meant("hosted", part)]
+    unread = (part for part in parts if not (moved or SILENT.fullmatch(part)) and spellings.meant("offloaded", part) is None)
+    found.inferred += [f"offload: '{part}' is not counted" for part in unread if not spellings.meant("hosted", part)]
     example = whole and re.search(r"megatron[\w -]{0,6}[+&/ -]+deepspeed|deepspeed.*\(megatron", text(row, "framework").lower())
     if example and found.framework == spellings.DEEPSPEED and SILENT.fullmatch(text(row, "offload")):
         moved = True  # DeepSpeedExamples, Megatron-LM-v1.1.5-ZeRO3, examples/ds_pretrain_gpt2-zero3.sh: PA, PA_CPU

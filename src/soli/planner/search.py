@@ -270,7 +270,7 @@ def plan_of(p: Points, i: int) -> Plan:
     word = lambda words, column: next(name for name, value in words.items() if value == column[i])
     level = word(LEVELS, p.recompute)
     if p.again[i] > 0:
-        level = f"{kept_share(p.take([i])):.3f}"
+        level = "selective" if p.by_product[i] else f"{kept_share(p.take([i])):.3f}"
     times, piped = int(np.ceil(p.microbatches[i])), p.pp[i] > 1
     rows = int(p.rows[i]) if p.tensor[i] == GRID and p.rows[i] != p.columns[i] else 0  # a square says itself
     return Plan(

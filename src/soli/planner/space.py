@@ -9,8 +9,9 @@ the best.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from soli.planner.cost.programs import of_program
 from soli.planner.cost.states import of_states
 from soli.planner.legality import divisors
 from soli.planner.offers import LEVELS, NAMED, SOLI, SOME, chooses
+from soli.planner.spellings import FSDP
 from soli.planner.task import Task
 
 Table = dict[str, Array]
@@ -264,9 +266,14 @@ def _alike(task: Task) -> Table:
 
 def points_of(task: Task, table: Mapping[str, Array]) -> Points:
     """Rows as points; what is not chosen yet as USUAL; the borders of a pipeline as the program places them."""
-    same = _alike(task)
-    for name in task.precisions[1:]:
-        other, chosen = of_device(task.cluster.device, name), table["precision"] == points.PRECISIONS.index(name)
-        same = same | {key: np.where(chosen, value, same[key]) for key, value in other.items()}
+    same = usual = _alike(task)
+    for name, piped in product(task.precisions, (False, True)):
+        own = of_device(task.cluster.device, name) | of_states(task.framework, name, piped)
+        if other := {key: value for key, value in own.items() if value != usual[key]}:
+            chosen = (table["precision"] == points.PRECISIONS.index(name)) & ((table["pp"] > 1) == piped)
+            same = same | {key: np.where(chosen, value, same[key]) for key, value in other.items()}
     found = Points(**{f.name: table[f.name] if f.name in table else same[f.name] for f in fields(Points)})
+    if task.framework == FSDP and (some := found.recompute == points.SELECTIVE).any():  # every second product, as torchtitan's default
+        again = np.where(some, found.own_layers / (1 if task.model.experts else 2), found.again)
+        found = replace(found, recompute=np.where(some, points.NONE, found.recompute), again=again, by_product=some.astype(float))
     return borders.placed(found) if chooses(task.framework, "uneven") else found

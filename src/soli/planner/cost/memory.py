@@ -152,15 +152,15 @@ def activations_of_layer(p: Points) -> Array:
     if p.parts.any():
         norms, rest = _of_parts(p)
         outside, inside = outside - norms, inside - rest
-    # Scores, softmax and its dropout's bytes; of a kernel that keeps none one fp32 number a query.
-    scores = np.where(p.recompute == NONE, (5.0 + 2.0 * p.unfused) * p.heads * p.seq, 0.0)
+    # Scores, softmax and its dropout's bytes, of torch's operations in 32 bits the softmax, its mask and what is left of it; of a kernel that keeps none one fp32 number a query.
+    scores = np.where(p.recompute == NONE, (5.0 + np.where(p.number > 2, -0.5, 2.0) * p.unfused) * p.heads * p.seq, 0.0)
     scores = np.where(p.flash > 0, 4.0 * p.heads, scores)
     # Of a program that makes none of it again: the gate's other result, rotated q and k, and, whole on each rank, what both
     # of the layer's first products read (arXiv 2205.05198, 4.2.2, where it is gathered again).
     more = 2.0 * p.gated * p.ffn * active + 2.0 * width * (1 + p.kv_share)
     whole = np.where(p.sp > 0, 4.0 * p.hidden * (1 - 1 / p.tp), 0.0) + more / p.tp
     kept = p.tokens * (outside / around + (inside + scores) / p.tp + np.where(p.frugal > 0, 0.0, whole))
-    found = np.where(p.recompute == FULL, 2.0 * p.tokens * p.hidden / around, kept)
+    found = np.where(p.recompute == FULL, p.residual * p.tokens * p.hidden / around, kept)
     found = found * np.maximum(p.low, 2.0) / 2.0  # programs of 32 bits keep all of it so
     return np.where(p.casts > 0, _of_autocast(p, scores), found) if p.casts.any() else found
 

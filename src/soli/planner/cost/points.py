@@ -148,6 +148,7 @@ class Points:
     graphs: Array = field(metadata={"unsaid": 0.0})  # flag: CUDA graphs launch a layer's kernels
     unwaited: Array = field(metadata={"unsaid": 0.0})  # flag: the host does not wait for where tokens go
     fused: Array = field(metadata={"unsaid": 0.0})  # flag: one kernel updates a parameter
+    residual: Array = field(metadata={"unsaid": 2.0})  # bytes of a value between layers
     eighth: Array = field(metadata={"unsaid": 0.0})  # bytes of a copy of a layer's parameter in 8 bits, beside that in 16
     # a rank's experts compute at once; 1: one after another; 2: and ZeRO-3 gathers each matrix of theirs by itself
     looped: Array = field(metadata={"unsaid": 0.0})
@@ -251,7 +252,7 @@ class Points:
     def opening_width(self) -> Array:
         """Columns of the product that makes queries, keys and values; of several smaller ones as of one."""
         apart = np.ceil((self.compressed / self.hidden - self.attention_width) / 64) * 64
-        return np.where(self.compressed > 0, apart, self.attention_width * (1 + 2 * self.kv_share))
+        return np.where(self.compressed > 0, apart, self.attention_width + 2 * self.kv_heads * self.head_size)
 
     @cached_property
     def expert_tp(self) -> Array:

@@ -75,10 +75,8 @@ def blocks(said: str, devices: float) -> bool:
 
 def attends(framework: str, generation: str, said: str) -> float:
     """Of a device's peak what the program's attention reaches alone, where it keeps no scores. `said`: what a row tells."""
-    kernel = OWN if (framework in (MEGATRON, TESTS) and not tells("second", affirmed(said))) or tells("late", affirmed(said)) else SECOND
-    if tells("early", said):
-        kernel = FIRST
-    return SHARES.get(generation, OTHERS)[kernel]
+    own = (framework in (MEGATRON, TESTS) and not tells("second", affirmed(said))) or tells("late", affirmed(said))
+    return SHARES.get(generation, OTHERS)[FIRST if tells("early", said) else OWN if own else SECOND]
 
 
 def of_program(framework: str, generation: str, said: str = "") -> dict[str, float]:
@@ -92,7 +90,7 @@ def of_program(framework: str, generation: str, said: str = "") -> dict[str, flo
     return {
         "kernel": attends(framework, generation, said),
         "once": float(
-            bool(re.search(r"deepep|hybridep|dual-?pipe", said, re.I)) or (framework == MEGATRON and "alltoall" not in said)
+            bool(re.search(r"deepep|hybridep|dual-?pipe", said, re.I)) or (framework == MEGATRON and not re.search("all-?to-?all", said))
         ),
         "routed": ROUTED.get(framework, 4.0),
         "eager": EAGER if eager else 1.0,

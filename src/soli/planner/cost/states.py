@@ -40,6 +40,7 @@ def of_states(framework: str, precision: str = "bf16", pipeline: bool = True, sa
         "gradient": 0.0 if tells("in_backward", f"{told}; {optimizer.lower()}") else found["gradient"],
         "eighth": float(precision == "fp8" and framework in (MEGATRON, TESTS) and not (tells("recipes", said) or tells("narrow_gather", told))),
         "late": float(trainer or framework == "fsdp"),
+        "residual": 4.0 if copy > 0 and framework == "fsdp" and tells("casts", told) else 2.0,
         "casts": float(copy > 0 and framework == "fsdp" and tells("casts", told) and not (tells("compiled", told) or tells("compiler", told))),
     }
 
@@ -63,7 +64,7 @@ def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> di
     wide = bool(re.search("fp32 (?:grad )?reduce", said, re.I))
     if re.search(r"precision[- _]aware", said, re.I):
         return KEPT["aware"]
-    if framework == DEEPSPEED and precision != "fp16" and pipeline:
+    if framework in ("deepspeed", DEEPSPEED) and precision != "fp16" and pipeline:
         return KEPT["both"]
     if framework in ("deepspeed", DEEPSPEED) or (framework in (MEGATRON, OLD) and precision == "fp16"):
         return KEPT["half"] | ({"summed": 4.0} if wide else {})

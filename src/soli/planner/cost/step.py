@@ -69,6 +69,8 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     launched = launched + np.where(p.zero >= 3, k.gather_floor, 0.0)
     launched = launched + np.where(p.experts > 0, k.routing_floor * (1 - p.unwaited), 0.0) + calls * k.collective_floor
     busy, launching = forward + backward + exposed, passes * launched * (1 - p.graphs)
+    if p.moved.any():  # to the host and back, beside what is computed
+        busy = np.where(p.moved > 0, np.maximum(busy, 2 * memory.activations_of_layer(p) / p.host), busy)
     return np.where(p.blocking > 0, busy + launching, np.maximum(busy, launching)), exposed
 
 

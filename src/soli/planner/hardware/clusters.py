@@ -15,12 +15,12 @@ A file starts from a known device and says what is different, or describes a new
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from soli.core import tables
 from soli.core.errors import Problem, SoliError, nearest, raise_all
 from soli.planner.hardware.devices import NUMBERS, PRECISIONS, UNITS, Device, devices, named, names
 from soli.planner.hardware.networks import joined
@@ -90,12 +90,7 @@ def unknown(name: str, given: str = "--cluster mine.toml") -> Problem:
 
 
 def _of_file(path: Path) -> Cluster:
-    try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SoliError("the file of the cluster cannot be read", got=f"{path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SoliError("the file of the cluster is not TOML", got=f"{path}: {error}") from error
+    said, _ = tables.read(path, "the file of the cluster")
     odd, known = [key for key in said if key not in WORDS], ", ".join(WORDS)
     problems = [Problem(f"{path} says '{k}', which no cluster has", "", known, nearest(k, WORDS)) for k in odd]
     problems += [problem for key, value in said.items() if (problem := _unfit(path, key, value))]
