@@ -157,6 +157,34 @@ def test_programs_under_autocast_keep_residuals_of_32_bits_where_no_compiler_and
     assert peak(pieces=8.0) < peak() / 2
 
 
+def test_what_layers_hand_on_under_autocast_has_32_bits_with_a_compiler_too() -> None:
+    """Which leaves of a recomputed layer its input alone."""
+    bytes_each = lambda said, framework="fsdp": of_states(framework, "bf16", False, said)["residual"]
+    assert [bytes_each(said) for said in ("autocast, torch.compile", "autocast", "torch.compile", "pure bf16, autocast")] == [4, 4, 2, 2]
+    layer = lambda **more: float(memory.activations_of_layer(point(recompute=FULL, **more))[0]) / 2048
+    assert [layer(residual=of) for of in (2, 4)] == [2 * 2048, 4 * 2048]
+
+
+def test_pipelines_of_deepspeed_sum_gradients_in_fp32() -> None:
+    """deepspeedai/DeepSpeed, runtime/bf16_optimizer.py, which its PipelineModule steps with in bf16."""
+    kept = [of_states(program, precision, piped)["gradient"] for program in ("deepspeed", "megatron-deepspeed") for precision, piped in (("bf16", True), ("bf16", False), ("fp16", True))]
+    assert kept == [6, 2, 2] * 2
+
+
+def test_scores_of_torchs_operations_in_32_bits() -> None:
+    """A softmax, its dropout's mask and what that leaves: 4 + 1 + 4 bytes; of 16 bits the softmax in fp32 and its cast, mask and rest: 7."""
+    kept = lambda **more: float(memory.activations_of_layer(point(eager=2.1, **more))[0])
+    for low, each in ((4, 9), (2, 7)):
+        assert isclose(kept(low=low, heads=32, kv_heads=32, head_size=64) - kept(low=low), 2048 * 16 * 2048 * each)
+
+
+@pytest.mark.parametrize(("heads", "keys", "size"), [(9, 3, 64), (15, 5, 64), (28, 4, 128), (6, 6, 64), (71, 1, 64)])
+def test_the_product_that_makes_queries_keys_and_values_has_whole_columns(heads: int, keys: int, size: int) -> None:
+    """SmolLM2's nine heads share three keys: 960 columns, and not a 10^-13 less, of which no rows would begin where memory does."""
+    made = point(hidden=heads * size, heads=heads, kv_heads=keys, head_size=size)
+    assert made.opening_width[0] == (heads + 2 * keys) * size
+
+
 def test_the_update_of_fp16_copies_gradients_when_activations_are_gone() -> None:
     """Over 8 ranks of ZeRO-1 an eighth of them; beside much that the passes keep they are never the most."""
     k = usual(resident=0.0, workspace=0.0)
@@ -229,6 +257,9 @@ def test_activations_that_lie_on_the_host_take_the_place_of_two_layers() -> None
         here, moved = (point(moved=flag, recompute=recompute) for flag in (0, 1))
         one = memory.activations_of_layer(here)[0]
         assert isclose((memory.peak(here, ONE) - memory.peak(moved, ONE))[0], 22 * one)
+        slow, quick = (layer(point(moved=1, recompute=recompute, host=host), ONE)[0][0] for host in (1e6, 1e15))
+        assert slow == 2 * one / 1e6  # there and back, beside what is computed
+        assert quick == layer(here, ONE)[0][0]
 
 
 def test_a_loss_of_one_kernel_moves_ten_bytes_a_logit() -> None:
@@ -365,6 +396,7 @@ def test_scores_that_no_kernel_takes_four_of_are_launched_moved_and_kept_by_torc
 
 def test_programs_of_torchs_operations_make_a_softmax_of_them_too() -> None:
     """One after another, whatever the number of heads; a compiler or a kernel made by hand fuses them. Of 32 bits nothing is cast."""
+    assert [of_program("fsdp", "hopper", said)["eager"] for said in ("fused MoE kernels", "fused-experts", "experts")] == [1, 1, of_program("fsdp", "hopper")["eager"]]
     eager, fused = (point(eager=of_program("fsdp", "ampere", said)["eager"]) for said in ("", "fused softmax"))
     assert eager.unfused[0]
     assert not fused.unfused[0]
@@ -486,7 +518,7 @@ def test_a_token_crosses_to_a_server_once_or_once_an_expert() -> None:
     far, near = size * 4 / 8 / 25e9 * (1 - 0.75), size * 3 / 8 / 300e9 * (1 - 1.875 / 2)
     assert isclose(apart - once, 2 * (far + near), rel_tol=1e-6)
     assert of_program("fsdp", "hopper", "DeepEP")["once"] == 1.0
-    assert of_program("megatron", "hopper", "alltoall dispatcher")["once"] == 0.0
+    assert of_program("megatron", "hopper", "alltoall dispatcher")["once"] == of_program("megatron", "hopper", "an all-to-all dispatcher")["once"] == 0.0
 
 
 @pytest.mark.parametrize(

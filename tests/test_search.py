@@ -125,6 +125,10 @@ def test_what_cannot_hold_a_model_says_what_would() -> None:
         explain.answer(asked)
     assert f"{nodes} servers of 8 would hold it ({8 * nodes} devices)" in str(refused.value)
     assert "lacks" in str(refused.value)
+    assert "cannot hold" in str(refused.value)
+    least = search(task(memory=1e9)).least  # up to which the plan takes that takes least
+    with pytest.raises(SoliError, match="is not sure to hold"):
+        explain.answer(task(memory=0.95 * least))
     assert len(search(replace(asked, cluster=replace(asked.cluster, nodes=nodes))).points)
     assert not len(search(replace(asked, cluster=replace(asked.cluster, nodes=nodes // 2))).points)
 

@@ -31,7 +31,7 @@ def products(p: Points) -> Iterator[tuple[Array, Array, Array, bool]]:
     """
     width, one = p.attention_width, np.ones_like(p.tp)
     yield p.hidden, width, one, False
-    yield p.hidden, width * p.kv_share, 2 * one, False
+    yield p.hidden, p.kv_heads * p.head_size, 2 * one, False
     yield width, p.hidden, one, True
     yield p.hidden, p.ffn, p.matrices - 1, False
     yield p.ffn, p.hidden, one, True
