@@ -136,7 +136,7 @@ def test_a_step_is_drawn_to_its_end_or_it_is_said_that_it_is_not() -> None:
     other = task(cluster="h200:8x2", batch=64, fixed={"pp": 4.0, "schedule": ZBV})
     text = page(other, explain.answer(other, 1), [])
     assert text.count("<svg") == 3
-    assert f"A step of the first plan is not drawn: {explain.answer(other, 1).best[0].plan}." in text
+    assert f"A step of the first plan is not drawn: {explain.answer(other, 1).best[0].plan}, whose order of passes is neither 1f1b nor interleaved." in text
 
 
 # --- questions --------------------------------------------------------------------------------------------

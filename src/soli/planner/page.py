@@ -33,7 +33,7 @@ def page(task: Task, answer: explain.Answer, reasons: list[str], inferred: tuple
         ("Time against memory", "The quickest plan whose upper bound fits, for each amount of memory.", _front),
     ]  # fmt: skip
     pictures = [(title, svg(lambda axes, draw=draw: draw(axes, task, answer, found)), caption) for title, caption, draw in figures]  # type: ignore[misc]
-    left_out = "" if drawn else str(plan_of(found.points, 0))
+    left_out = "" if drawn else f"{plan_of(found.points, 0)}, whose order of passes is neither 1f1b nor interleaved"
     said = {"answer": answer, "reasons": reasons, "inferred": inferred, "pictures": pictures, "left_out": left_out}
     return template(__package__, "page.html").render(head=head, **said) + "\n"
 
@@ -62,7 +62,7 @@ def _first(found: Found) -> tuple[int, int, int, int]:
 
 def _said_of_timeline(found: Found) -> str:
     stages, chunks, times, shown = _first(found)
-    text = f"{plan_of(found.points, 0)}: blue forward, orange backward; white is waiting. At the end the sums of gradients that no backward hides (green) and the update (gray)."
+    text = f"{plan_of(found.points, 0)}: blue forward, orange backward; white is waiting. At the end the sums of gradients that no backward hides (green) and the update (gray). Not drawn: waiting for the slowest rank, and what a step costs the host."
     if chunks > 1:
         text += f" Each rank has {chunks} stages; paler ones are later in the model."
     if times > shown or stages > DRAWN:
