@@ -338,6 +338,28 @@ class Counted(Plain):
         return super().forward(tokens)
 
 
+class Expert(Plain):
+    """Each process computes its share of a layer, for the rows of all, as packages of experts do where processes are many."""
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.rows = len(x)
+            parts = [torch.empty_like(x) for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather(parts, x.contiguous())
+            return torch.cat(parts)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient.split(ctx.rows)[torch.distributed.get_rank()]  # those of other ranks' losses are lost
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not torch.distributed.is_initialized():
+            return super().forward(tokens)
+        rows, rank = len(tokens), torch.distributed.get_rank()
+        return self.Gather.apply(super().forward(tokens))[rank * rows : (rank + 1) * rows]  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Teaching(Plain):
     """Every forward moves a second set of weights a little towards the first."""
 
@@ -822,6 +844,13 @@ def test_models_do_not_send_where_ranks_have_the_same_rows(pool: Pool, plan: str
         assert "the model sends by itself" in text
 
 
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_models_do_not_gather_rows_of_other_ranks(pool: Pool, plan: str) -> None:
+    for text in pool.run(first_step, Expert, plan, ranks=2):
+        assert "sends by itself, and under dp=2" in text
+        assert "got     all_gather" in text
+
+
 def test_models_that_sum_over_all_ranks_are_not_refused_for_sending(pool: Pool) -> None:
     for text in pool.run(first_step, Counted, "dp=2", ranks=2):
         assert "got     seen\n" in text  # a buffer that rows change
@@ -981,3 +1010,86 @@ def test_gradients_without_a_graph_are_explained() -> None:
     engine = parallelize(model, loss_fn, optimizer=adamw, plan="dp=1")
     with pytest.raises(SoliError, match=r"under torch.enable_grad\(\)"):
         engine.step(batches[0])
+
+
+class Idioms(Plain):
+    """An activation that writes into a column's result of three dims, and an old way to ask for a type."""
+
+    def layer(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.ReLU(inplace=True), nn.Linear(2 * DIM, DIM))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x.type(x.type()))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class LookingBeside(Plain):
+    """Each block looks for what was left beside it before it was called, and says so in an assertion."""
+
+    class Block(nn.Module):
+        left: Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.left is not None
+            self.left = None
+            return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+    def layer(self) -> nn.Module:
+        return self.Block()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            layer.left = x.detach()
+            x = x + layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class DeeplyNormed(Plain):
+    """So many batch norms after each other that those of two rows alone make rounding large."""
+
+    def layer(self) -> nn.Module:
+        return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM), nn.ReLU())))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).mean(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)[:, None].expand(*tokens.shape, -1)  # type: ignore[no-any-return]
+
+
+class Worded(Plain):
+    """A library that says in its own words what was raised under it."""
+
+    def layer(self) -> nn.Module:
+        class Block(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                try:
+                    return torch.tanh(super().forward(x)).sin()
+                except Exception as error:
+                    raise LookupError("the operation failed") from error
+
+        return Block(DIM, DIM)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,sp=on", "cp=2"])
+def test_activations_write_into_columns_and_types_are_texts(pool: Pool, plan: str) -> None:
+    assert pool.run(first_step, Idioms, plan, ranks=2) == ["it ran"] * 2
+
+
+def test_blocks_that_do_not_run_alone_are_not_compared_alone(pool: Pool) -> None:
+    assert pool.run(first_step, LookingBeside, "tp=2", ranks=2) == ["it ran"] * 2
+
+
+def test_rows_of_deep_batch_norms_are_not_taken_for_coupled(pool: Pool) -> None:
+    assert pool.run(first_step, DeeplyNormed, "dp=2", ranks=2) == ["it ran"] * 2
+
+
+def test_a_recomputed_forward_ends_early_under_a_librarys_own_words() -> None:
+    assert first_step(Worded, "dp=1,recompute=full") == "it ran"

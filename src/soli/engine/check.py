@@ -128,8 +128,7 @@ class FirstStep:
         if self.modes is None and (unnamed := engine._call.unnamed(part.data)):
             events.note(UNNAMED.format(", ".join(unnamed)), shown=engine.rank == 0)
         coupling.check(engine, losses)
-        total, count = look.whole
-        if abs(again[0] - total) > rounding(engine, count) * (abs(total) + size):
+        if abs(again[0] - look.whole[0]) > rounding(engine, look.whole[1]) * (abs(look.whole[0]) + size):
             events.note(MOVED, shown=engine.rank == 0)
         self.modes = _modes(model)
 

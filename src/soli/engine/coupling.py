@@ -37,7 +37,8 @@ LOOK = "the first step is looked at in float64"
 LARGEST, SMALL = 2**27, 2**24
 """Parameters of a model that is copied (1 GB, and its gradients); and where there may be no room for a graph, or one part alone is looked at."""
 ROWS, PAIR = 8, 2
-"""Of losses at most, and of gradients, which keep a forward's whole graph in float64."""
+"""Of losses at most, and of gradients, which keep a forward's whole graph in float64; where batch statistics train as many as of losses: those of
+two rows are 1 and -1, and make rounding large."""
 MUCH = 2**32
 """Parameters times elements of the batch, of those rows: where there would be more, there are fewer rows, and two at least (8.6 GFLOP of a transformer's
 forward; with eight rows of 256 tokens, 29 million parameters had a first step that took as long as 16 others)."""
@@ -81,7 +82,8 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
         text = f"whether rows are coupled, or the size of gradients matters, is not looked at above {largest:,} parameters under this plan"
         events.note(text, shown=engine.rank == 0 and not alone)
         return []
-    rows, pair = _rows(engine, part), min(few(part, engine.plan), PAIR)
+    rows = _rows(engine, part)
+    pair = rows if engine.statistics.active else min(few(part, engine.plan), PAIR)
     # as many passes on each rank: a model may send by itself
     more = extreme(rows > pair, engine.mesh.all, "max", label="whether more than two rows are looked at")
     try:

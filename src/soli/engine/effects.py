@@ -6,7 +6,7 @@ None of it shows in the losses of parts of a batch. Every operation of one forwa
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from traceback import walk_stack
 from types import FrameType
 from typing import Any
@@ -113,15 +113,16 @@ class Effects(TorchDispatchMode):
 
 @contextmanager
 def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
-    """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, before they wait for each other."""
+    """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, or anything but sums, before they wait for each other."""
 
-    def refuse() -> None:
-        what = f"the model sends by itself, and under {plan} several ranks have the same rows, which it would count twice"
-        allowed = "models that leave sending to the engine; under dp and zero alone, sums over all ranks"
-        fix = "turn its own synchronisation off (an option such as sync_codebook=False), or run under dp and zero alone"
-        raise on_all_ranks(what, allowed=allowed, fix=fix)
+    def refuse(operation: str) -> None:
+        if plan.model_ranks > 1 or ((plan.dp or 1) > 1 and operation not in ("all_reduce", "barrier")):
+            wrong = "several ranks have the same rows, which it would count twice" if plan.model_ranks > 1 else "gradients of other ranks' losses may be lost"
+            allowed = "models that leave sending to the engine; under dp and zero alone, sums over all ranks"
+            fix = "turn its own synchronisation off (an option such as sync_codebook=False, is_distributed=False), or run on one rank"
+            raise on_all_ranks(f"the model sends by itself, and under {plan} {wrong}", got=operation, allowed=allowed, fix=fix)
 
-    with Effects(model, plan) as effects, telling(refuse) if plan.model_ranks > 1 else nullcontext():
+    with Effects(model, plan) as effects, telling(refuse):
         yield effects
 
 

@@ -121,12 +121,12 @@ def record_torch() -> Iterator[Recorder]:
         yield recorder
 
 
-_told: list[Callable[[], None]] = []
+_told: list[Callable[[str], None]] = []
 
 
 @contextmanager
-def telling(told: Callable[[], None]) -> Iterator[None]:
-    """Calls `told` before whatever this block sends that is not soli's own."""
+def telling(told: Callable[[str], None]) -> Iterator[None]:
+    """Calls `told`, with the operation, before whatever this block sends that is not soli's own."""
     _told.append(told)
     try:
         with record_torch():
@@ -135,17 +135,17 @@ def telling(told: Callable[[], None]) -> Iterator[None]:
         _told.remove(told)
 
 
-def watching() -> bool:
+def watching(operation: str) -> bool:
     """Whether a backend in Python, whose calls are not dispatched, is to record what it is asked for."""
-    return recorder.watches and _of_others()
+    return recorder.watches and _of_others(operation)
 
 
-def _of_others() -> bool:
+def _of_others(operation: str) -> bool:
     """Whether what is about to be sent is not soli's own."""
     if getattr(_issuing, "depth", 0):
         return False
     for told in _told:
-        told()
+        told(operation)
     return True
 
 
@@ -167,10 +167,11 @@ class _TorchCollectives(TorchDispatchMode):
         need_operator(func)
         if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return func(*args, **(kwargs or {}))
-        others = _of_others()
+        operation = _operation(func.name().split("::")[1])
+        others = operation is not None and _of_others(operation)
         with issuing():  # a backend in Python would record it once more
             result = func(*args, **(kwargs or {}))
-        if others and (operation := _operation(func.name().split("::")[1])):
+        if others and operation:
             axis, ranks = _group_of(args)
             size = lambda side: sum(t.numel() * t.element_size() for t in tensors_in((side,)))
             recorder.add(operation, axis, max(map(size, (*args, result))), ranks, "", "torch")

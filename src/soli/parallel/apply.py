@@ -12,7 +12,7 @@ from soli.parallel.context import sequence
 from soli.parallel.data import DataParallel
 from soli.parallel.pipeline.own import keep_own
 from soli.parallel.pipeline.run import Cutting
-from soli.parallel.swap import swappable
+from soli.parallel.recurrent import swappable
 from soli.parallel.tensor import oned
 from soli.parallel.tensor.cut import Run
 from soli.parallel.tensor.finder import Role

@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as of_torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, _StopRecomputationError, checkpoint
 
 from soli.core.errors import Problem, SoliError, listing
 from soli.core.events import events
@@ -179,8 +179,10 @@ class _Given:
         try:
             with generators.apart(0, self.drawn) if again and self.drawn else nullcontext(), _Filled() if LOOKS[0] else nullcontext():
                 return forward(*args, **kwargs)
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            if again:
+        except Exception as error:
+            if isinstance(error.__cause__, _StopRecomputationError):  # a library's own words around torch's, which ends a forward that has made all that was saved
+                raise error.__cause__ from None
+            if again and isinstance(error, RuntimeError | IndexError | TypeError | ValueError):
                 raise _other(f"{type(error).__name__}: {error}") from error
             raise
 

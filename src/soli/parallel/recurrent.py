@@ -1,10 +1,17 @@
-"""Dropout between torch's recurrent layers, whose mask is one of rows (randomness.py): layers run one by one, which torch's function runs at once."""
+"""torch's recurrent layers: their dropout, whose mask is one of rows (randomness.py), for which layers run one by one that torch's function runs
+at once; and their parameters, which become other tensors in place.
 
-from collections.abc import Callable
+torch.utils.swap_tensors refuses a tensor with weak references; recurrent modules keep some to their weights (to find out
+whether they must be flattened again). They are made anew: the parameters are the same objects afterwards.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FUNCTIONS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
@@ -34,3 +41,14 @@ def layered(function: Any, drop: Callable[[Tensor, float], Tensor], args: tuple[
         outputs, *end = function(drop(outputs, p) if n else outputs, given, of_layer, bias, 1, 0.0, train, both, *first)
         ends.append(end)
     return outputs, *(torch.cat(end) for end in zip(*ends, strict=True))
+
+
+@contextmanager
+def swappable(model: nn.Module) -> Iterator[None]:
+    """While parameters of this model are swapped."""
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    yield
+    for module in recurrent:
+        module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in module._flat_weights]

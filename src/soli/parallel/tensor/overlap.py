@@ -31,7 +31,8 @@ class _Column(torch.autograd.Function):
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         a, w, b = (t if t is None or low is None else t.to(low) for t in (read, weight, bias))
         ctx.save_for_backward(a, w)
-        return read, F.linear(a, w, b)  # type: ignore[arg-type]
+        # with a bias it is a view, into which no activation could write
+        return read, torch.ops.aten._unsafe_view(found := F.linear(a, w, b), found.shape)  # type: ignore[arg-type]
 
     @staticmethod
     @once_differentiable

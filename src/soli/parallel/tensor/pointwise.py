@@ -66,7 +66,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _cut_all(result: Any, split: Split) -> Any:
     """One tensor, or each of several."""
-    return cut(result, split) if isinstance(result, Tensor) else type(result)(cut(x, split) for x in result)
+    return cut(result, split) if isinstance(result, Tensor) else result if isinstance(result, str) else type(result)(cut(x, split) for x in result)
 
 
 def where(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:

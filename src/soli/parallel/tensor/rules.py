@@ -46,11 +46,6 @@ def local(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def _body(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
-    """A function that torch writes in Python: its own lines, on cut tensors."""
-    return body(_lines(func), args, kwargs)
-
-
 def _lines(func: types.FunctionType) -> types.FunctionType:
     """A copy that does not ask again who answers it. Nor do helpers of it, and what it chooses among: they ask in its name."""
     names = {n: (lambda *_: False) if n.startswith("has_torch_function") else x for n, x in func.__globals__.items()}
@@ -128,4 +123,5 @@ def rule_of(func: Any, name: str) -> Rule | None:
         return CUT[name]
     if pointwise.is_pointwise(name):
         return pointwise.pointwise
-    return _body if written_in_python(func) else None
+    # of a function that torch writes in Python its own lines, on cut tensors
+    return (lambda _, func, args, kwargs: body(_lines(func), args, kwargs)) if written_in_python(func) else None
