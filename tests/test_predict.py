@@ -329,6 +329,7 @@ def test_a_framework_that_nobody_knows_is_said_to_be_taken_for_another(said: dic
 def test_words_of_the_optimizer_and_of_offloading_that_are_not_counted_are_said() -> None:
     row = read(ROW | {"optimizer": "Prodigy", "offload": "activations"})
     assert "optimizer=Prodigy as Adam" in row.inferred
+    assert "offload: 'tape' is not counted" in read(ROW | {"offload": "tape"}).inferred
 
 
 @pytest.mark.parametrize("name", published())

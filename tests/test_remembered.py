@@ -109,6 +109,29 @@ def by_window() -> LossFn:
     return loss
 
 
+def by_both() -> LossFn:
+    """Of an attribute and a global of one name, the second counts."""
+
+    def loss(output: Tensor, batch: Any) -> Annealed:
+        CALLS[0] += 1
+        return annealed(output, batch, CALLS[0])
+
+    CALLS[0] = 0
+    loss.CALLS = "its calls are counted"  # type: ignore[attr-defined]
+    return loss
+
+
+def by_made() -> LossFn:
+    """A window that the first call makes."""
+
+    def loss(output: Tensor, batch: Any) -> Annealed:
+        loss.seen = getattr(loss, "seen", deque[int](maxlen=2))  # type: ignore[attr-defined]
+        loss.seen.append(1)  # type: ignore[attr-defined]
+        return annealed(output, batch, len(loss.seen))  # type: ignore[attr-defined]
+
+    return loss
+
+
 class Averaged:
     """A loss relative to what it was in the last calls, from the third on."""
 
@@ -135,7 +158,8 @@ class Centred:
         return total, float(count)
 
 
-KINDS = [by_list, by_variable, by_global, by_attribute, by_function, by_window, Module]
+CALLS = [0]
+KINDS = [by_list, by_variable, by_global, by_attribute, by_function, by_window, by_both, by_made, Module]
 PLANS = ["dp=1", "dp=2,zero=1", "dp=2,accumulate=2", "pp=2,microbatches=4", "tp=2", "cp=2,recompute=full"]
 
 
@@ -171,6 +195,20 @@ def test_what_is_kept_of_the_rows_is_refused_where_they_are_taken_apart(pool: Po
         else:
             assert "keeps something of the rows" in str(found)
             assert name in str(found)
+
+
+def test_a_meter_beside_dropout_in_a_loss_is_not_taken_for_draws_that_rows_change() -> None:
+    seen = deque[float](maxlen=50)
+
+    def loss(output: Tensor, batch: Any) -> Annealed:
+        total, count = PLAIN(torch.nn.functional.dropout(output, 0.1), batch)
+        seen.append(float(total.detach()))
+        return total, float(count)
+
+    torch.manual_seed(3)
+    engine = parallelize(Plain(), loss, optimizer=adamw, plan="dp=1,accumulate=2")
+    engine.step(tokens_of(8, 0))
+    assert len(seen) == 2
 
 
 def test_evaluation_goes_on_and_trials_leave_no_trace() -> None:

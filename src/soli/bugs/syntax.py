@@ -119,5 +119,4 @@ def _moved(change: Change) -> Iterator[Edit]:
 
 def _short(text: str) -> str:
     """On one line, without the space and the last commas that only formatting puts inside brackets."""
-    line = re.sub(r"\s*,?\s+([)\]}])", r"\1", " ".join(text.split()))
-    return re.sub(r"([(\[{])\s+", r"\1", line)[:LONG]
+    return re.sub(r"([(\[{])\s+", r"\1", re.sub(r"\s*,?\s+([)\]}])", r"\1", " ".join(text.split())))[:LONG]

@@ -47,5 +47,4 @@ def _amount(done: int, total: int, unit: str) -> str:
     if unit == "bytes":
         size, unit = next(one for one in SIZES if max(done, total) >= one[0])
         digits = 1
-    of = f" of {total / size:.{digits}f}" if total else ""
-    return f"{done / size:.{digits}f}{of} {unit}, "
+    return f"{done / size:.{digits}f}" + (f" of {total / size:.{digits}f}" if total else "") + f" {unit}, "

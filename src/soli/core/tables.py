@@ -18,6 +18,6 @@ def read(path: Path | Traversable, what: str) -> tuple[dict[str, Any], str]:
     """What a file says, and its text. `what`: what it is, in the SoliError where it cannot be read or is no TOML."""
     unread = blaming(lambda error: SoliError(f"{what} cannot be read", got=f"{path}: {error.strerror}"), OSError)
     other = lambda error: SoliError(f"{what} is not TOML", got=f"{path}: {error}")
-    with unread, blaming(other, tomllib.TOMLDecodeError, UnicodeDecodeError):
+    with unread, blaming(other, ValueError, RecursionError):
         text = path.read_text(encoding="utf-8")
         return tomllib.loads(text), text

@@ -67,7 +67,7 @@ class Sum:
 
 def size_of(found: list[Sum]) -> float:
     """What a row's loss is of, where its terms cancel."""
-    return max((x.size for x in found if x.size - x.size == 0), default=0.0) / PAIR
+    return max((x.size for x in found if x.size - x.size == 0), default=0.0)
 
 
 def measured(engine: Engine, part: Part) -> list[Sum]:
@@ -108,7 +108,7 @@ def measured(engine: Engine, part: Part) -> list[Sum]:
     if why:
         text = f"whether rows are coupled (a balancing loss over a batch's tokens), or the size of gradients matters, was not looked at in float64, so a loss may be another one by as little as float32 rounds: {why}"
         events.note(text, shown=engine.rank == 0 and not alone)
-    return [] if why else found
+    return [] if why else [replace(x, size=x.size / pair) for x in found]
 
 
 def check(engine: Engine, found: list[Sum]) -> None:

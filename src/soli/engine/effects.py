@@ -115,10 +115,10 @@ class Effects(TorchDispatchMode):
 def looked_at(model: nn.Module, plan: Plan) -> Iterator[Effects]:
     """Around a forward of `model`. SoliError if it sends where several ranks have the same rows, or anything but sums, before they wait for each other."""
 
-    def refuse(operation: str) -> None:
-        if plan.model_ranks > 1 or ((plan.dp or 1) > 1 and operation not in ("all_reduce", "barrier")):
+    def refuse(operation: str, of_rows: bool) -> None:
+        if plan.model_ranks > 1 or ((plan.dp or 1) > 1 and of_rows and operation not in ("all_reduce", "barrier")):
             wrong = "several ranks have the same rows, which it would count twice" if plan.model_ranks > 1 else "gradients of other ranks' losses may be lost"
-            allowed = "models that leave sending to the engine; under dp and zero alone, sums over all ranks"
+            allowed = "models that leave sending to the engine; under dp and zero alone, sums over all ranks, objects, and a number a rank"
             fix = "turn its own synchronisation off (an option such as sync_codebook=False, is_distributed=False), or run on one rank"
             raise on_all_ranks(f"the model sends by itself, and under {plan} {wrong}", got=operation, allowed=allowed, fix=fix)
 

@@ -24,6 +24,7 @@ from soli.core.errors import SoliError, listed
 from soli.core.plan import Plan
 from soli.losses import LossFn
 from soli.parallel.kept import comparable, same
+from soli.parallel.randomness import counts
 
 LATER = 3
 """Calls more in which what they left is looked at once again: a list may be read from the second entry on."""
@@ -62,7 +63,7 @@ class Remembering:
             _give(self._begun, self.by_rows | self.filled)
             self._begun = self._begun or _places(self.function)
             return self.function(output, batch)
-        before = _places(self.function)
+        before, drawn = _places(self.function), [(calls, dict(calls)) for calls in counts()]
         self.filled |= _changed(self._earlier).keys()
         try:
             result = self.function(output, batch)
@@ -70,6 +71,9 @@ class Remembering:
             if self.by_rows and isinstance(result, tuple) and not self.matters:
                 for _ in range(LATER):
                     _give(before, self.by_rows)
+                    for calls, were in drawn:  # what it draws is what it drew
+                        calls.clear()
+                        calls.update(were)
                     self.matters |= not same(self.function(output, batch)[0], result[0])
             return result
         finally:
@@ -209,8 +213,7 @@ def _holders(name: str, x: Any, seen: set[int], most: int) -> Iterator[tuple[str
             cells = {_path(name, key): cell for key, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)}
             yield from cells.items()
             inner |= {k: v for key, cell in cells.items() for k, v in Place(key, cell).held().items()}
-            inner |= vars(x)  # what the function itself has
-            yield name, vars(x)
+            inner["its own"] = vars(x)  # what the function itself has, beside globals of the same names
             inner |= {f"default {i}": one for i, one in enumerate(x.__defaults__ or ())}
     elif isinstance(x, list | tuple | dict | deque) and len(x) <= MOST:
         inner = dict(x) if isinstance(x, dict) else dict(enumerate(x))

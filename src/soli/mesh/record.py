@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from soli.core.functions import need_operator, tensors_in
@@ -121,12 +122,12 @@ def record_torch() -> Iterator[Recorder]:
         yield recorder
 
 
-_told: list[Callable[[str], None]] = []
+_told: list[Callable[[str, bool], None]] = []
 
 
 @contextmanager
-def telling(told: Callable[[str], None]) -> Iterator[None]:
-    """Calls `told`, with the operation, before whatever this block sends that is not soli's own."""
+def telling(told: Callable[[str, bool], None]) -> Iterator[None]:
+    """Calls `told`, with the operation, and whether numbers of rows may be in it, before whatever this block sends that is not soli's own."""
     _told.append(told)
     try:
         with record_torch():
@@ -135,17 +136,17 @@ def telling(told: Callable[[str], None]) -> Iterator[None]:
         _told.remove(told)
 
 
-def watching(operation: str) -> bool:
+def watching(operation: str, sent: Tensor, ranks: int) -> bool:
     """Whether a backend in Python, whose calls are not dispatched, is to record what it is asked for."""
-    return recorder.watches and _of_others(operation)
+    return recorder.watches and _of_others(operation, [sent], ranks)
 
 
-def _of_others(operation: str) -> bool:
-    """Whether what is about to be sent is not soli's own."""
+def _of_others(operation: str, sent: list[Tensor], ranks: int) -> bool:
+    """Whether what is about to be sent is not soli's own. Objects, and a number a rank as meters have, are nothing of rows; nor does one rank send."""
     if getattr(_issuing, "depth", 0):
         return False
     for told in _told:
-        told(operation)
+        told(operation, ranks != 1 and any(x.numel() > ranks for x in sent if x.is_floating_point() or x.is_complex()))
     return True
 
 
@@ -168,11 +169,11 @@ class _TorchCollectives(TorchDispatchMode):
         if func.namespace not in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             return func(*args, **(kwargs or {}))
         operation = _operation(func.name().split("::")[1])
-        others = operation is not None and _of_others(operation)
+        axis, ranks = _group_of(args) if operation else ("", ())
+        others = operation is not None and _of_others(operation, tensors_in(args), len(ranks))
         with issuing():  # a backend in Python would record it once more
             result = func(*args, **(kwargs or {}))
         if others and operation:
-            axis, ranks = _group_of(args)
             size = lambda side: sum(t.numel() * t.element_size() for t in tensors_in((side,)))
             recorder.add(operation, axis, max(map(size, (*args, result))), ranks, "", "torch")
         return result

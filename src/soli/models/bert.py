@@ -71,5 +71,4 @@ class Bert(nn.Module):
         wide = None if mask is None else mask[:, None, None, :]
         for layer in self.layers:
             x = layer(x, wide)
-        x = self.transform_norm(F.gelu(self.transform(x)))
-        return F.linear(x, self.embedding.weight, self.bias)
+        return F.linear(self.transform_norm(F.gelu(self.transform(x))), self.embedding.weight, self.bias)

@@ -327,13 +327,15 @@ def _differing(found: list[dict[str, Value]]) -> set[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are the same: numbers, words and tensors by their values, lists and tuples of them, all else by what it is; NaN
+    """Whether two values are the same: numbers, words and tensors by their values, lists, deques, dicts and tuples of them, all else by what it is; NaN
     is as NaN. Of what modules keep, and loss functions (engine/remembered.py)."""
     if a is b:
         return True
     if isinstance(a, Held) or isinstance(b, Held):
         return isinstance(a, Held) and isinstance(b, Held) and a.same(b)
-    if isinstance(a, tuple | list) and isinstance(b, type(a)):
+    if isinstance(a, dict) and type(a) is type(b):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list | deque) and isinstance(b, type(a)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)  # an attribute may begin on the host

@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from soli.core.errors import SoliError, on_all_ranks
 from soli.core.frames import owner
 from soli.core.tables import table
-from soli.core.versions import run_backward
+from soli.core.versions import function_modes, run_backward
 from soli.parallel import draws, generators, recurrent
 
 Key = tuple[str, int]
@@ -340,6 +340,11 @@ class Randomness:
 
 def _of_no_rows(key: Key, got: str, **more: Any) -> SoliError:
     return SoliError(f"the random numbers of {key[0] or 'the model'} do not belong to rows of the batch", got=got, **more)
+
+
+def counts() -> list[dict[str, int]]:
+    """How many random calls each module has made, of all whose forward is under way."""
+    return [mode.randomness._now.calls for mode in function_modes() if isinstance(mode, _Mode) and mode.randomness._now]
 
 
 class _Mode(TorchFunctionMode):

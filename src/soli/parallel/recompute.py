@@ -180,8 +180,11 @@ class _Given:
             with generators.apart(0, self.drawn) if again and self.drawn else nullcontext(), _Filled() if LOOKS[0] else nullcontext():
                 return forward(*args, **kwargs)
         except Exception as error:
-            if isinstance(error.__cause__, _StopRecomputationError):  # a library's own words around torch's, which ends a forward that has made all that was saved
-                raise error.__cause__ from None
+            ends: BaseException | None = error
+            while ends is not None and not isinstance(ends, _StopRecomputationError):
+                ends = ends.__cause__ or ends.__context__
+            if ends is not None:  # a library's own words around torch's, which ends a forward that has made all that was saved
+                raise ends from None
             if again and isinstance(error, RuntimeError | IndexError | TypeError | ValueError):
                 raise _other(f"{type(error).__name__}: {error}") from error
             raise

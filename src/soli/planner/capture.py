@@ -281,5 +281,4 @@ def _place(error: Exception) -> str:
     """The innermost module whose forward failed, and the last line that is neither torch's nor the planner's."""
     frames = list(traceback.walk_tb(error.__traceback__))[::-1]
     module, own = place(frames, str(Path(__file__).parent))
-    other = f"{frames[0][0].f_code.co_filename}:{frames[0][1]}"
-    return " at ".join(x for x in (module, own or other) if x)
+    return " at ".join(x for x in (module, own or f"{frames[0][0].f_code.co_filename}:{frames[0][1]}") if x)

@@ -217,7 +217,7 @@ def _nothing(found: Found) -> SoliError:
     task = found.task
     nodes, node = enough(task), task.cluster.device.node
     fix = f"{nodes} servers of {node} would hold it ({nodes * node} devices)" if nodes else "more memory a device, or a smaller model"
-    holds = "cannot" if found.least > spread_of(task.framework)["memory_high"] * task.limit else "is not sure to"
+    holds = "cannot" if found.least * spread_of(task.framework)["memory_low"] > spread_of(task.framework)["memory_high"] * task.limit else "is not sure to"
     what = f"{task.cluster} {holds} hold {task.model.name} under any of {found.counted} plans"
     return SoliError(what, got=lacking(found), allowed=f"{task.limit / GB:.1f} GB a device", fix=fix)
 

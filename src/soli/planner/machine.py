@@ -54,8 +54,7 @@ class Machine:
                 products += times * self.product(call)
             else:
                 others += times * (self.launch + call.bytes / self.stream)
-        launching = self.issued * sum(counted.values())  # until then the device waits for its host
-        return products, max(others, launching - products)
+        return products, max(others, self.issued * sum(counted.values()) - products)  # until all is launched the device waits for its host
 
     def collective(self, sent: Sent) -> float:
         """Seconds of one collective."""

@@ -130,7 +130,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     one_key = bool(said.get("multi_query")) and not said.get("new_decoder_architecture")  # Falcon says both
     activation = str(next((said[key] for key in ACTIVATIONS if said.get(key)), ""))
     usual = {"kv_rank": 0, "q_rank": 0, "nope": 128, "rope": 64, "values": hidden // heads if kind == "minicpm3" else 128}
-    latent = {name: numbers[name] or size for name, size in usual.items()} if numbers["kv_rank"] else {}
+    latent = {name: numbers[name] or (0 if NAMES[name][0] in said else size) for name, size in usual.items()} if numbers["kv_rank"] else {}
     gated, tied = FAMILIES.get(kind, (not {activation, kind}.isdisjoint(GATED) or (experts > 0 and not activation), True))
     wide, plain = numbers["ffn"] or 4 * hidden, _plain(said, layers) if experts else 0
     padded = kind in PADDED and isinstance(said.get("pad_token_id", 1), int)

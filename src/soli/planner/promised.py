@@ -67,8 +67,7 @@ def _seconds(call: Call, cluster: Cluster, k: Any) -> float:
     if "attention" in call.name:
         return call.flops / float(p.peak_wide * attends("soli", cluster.device.generation, "") * k.attention_share[0])
     times, m, n, summed = _sizes(call)
-    one = arithmetic.product(p, k, *(np.array([size]) for size in (m, n, summed)))
-    return times * float(one[0])
+    return times * float(arithmetic.product(p, k, *(np.array([size]) for size in (m, n, summed)))[0])
 
 
 def _sizes(call: Call) -> tuple[float, float, float, float]:

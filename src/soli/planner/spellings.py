@@ -122,8 +122,7 @@ def way(table: str, said: str) -> float | None:
 def precision(said: str) -> str:
     """The narrowest type that is named, but for those that are said not to be; empty where none is."""
     words = re.sub(r"\(?\b(?:no|without) \w+\)?|\(?\w+ off\)?", " ", said.lower())
-    words = words.replace("tfloat32", "tf32")
-    return str(meant("types", words) or "")
+    return str(meant("types", words.replace("tfloat32", "tf32")) or "")
 
 
 def program(framework: str, source: str) -> str:

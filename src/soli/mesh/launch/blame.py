@@ -104,8 +104,7 @@ def _first(cause: Ended, numbers: list[int], alone: bool) -> str:
     """The first cause in full, and which ranks had it."""
     who = "the program" if alone else named(numbers)
     if (soli := cause.soli) is not None:
-        line = str(cause.error["line"]) if cause.error else ""
-        return render(soli, line, "" if alone else who)
+        return render(soli, str(cause.error["line"]) if cause.error else "", "" if alone else who)
     if cause.error is not None:
         text = str(cause.error["text"]).rstrip()
         return text if alone else f"soli: {who} failed:\n{text}"

@@ -221,7 +221,7 @@ class LocalGroup(_Base):
         return self._issue((id(self), "collective"), steps, outs, back, None)
 
     def _operation(self, name: str, more: str, tensor: Tensor, checksum_of: str = "") -> Operation:
-        if watching(name):
+        if watching(name, tensor, self.ranks):
             times = self.ranks if name in ("all_gather", "reduce_scatter") else 1
             nbytes = times * tensor.numel() * tensor.element_size()
             recorder.add(name, self._name, nbytes, tuple(dist.get_process_group_ranks(self)), "", "torch")

@@ -101,8 +101,7 @@ class StageForward(Watch):
         if isinstance(out, Tensor):
             return out if real[0] is None else real[0]
         pairs = iter(real)
-        values = [x if not isinstance(x, Tensor) or (r := next(pairs)) is None else r for x in out]
-        return type(out)(values)
+        return type(out)([x if not isinstance(x, Tensor) or (r := next(pairs)) is None else r for x in out])
 
     def _rewritten(self, target: Tensor, result: Tensor, name: Name) -> Tensor:
         """An operation in place: the object that the model's code holds becomes the result."""

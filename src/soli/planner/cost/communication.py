@@ -33,8 +33,7 @@ def all_reduce(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> 
         each = (size, local, link, p.link_latency * k.latency_scale)
         near[at] = rings.all_reduce(*(np.broadcast_to(one, near.shape)[at] for one in each))
     far = 2 * (between - 1) / between * size / local / net
-    far = far + 2 * np.log2(between) * p.net_latency * k.latency_scale
-    return np.where(n > 1, near + far, 0.0)
+    return np.where(n > 1, near + (far + 2 * np.log2(between) * p.net_latency * k.latency_scale), 0.0)
 
 
 def gather(p: Points, k: Constants, size: Array, n: Array, inner: Array) -> Array:

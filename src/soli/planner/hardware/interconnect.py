@@ -96,5 +96,4 @@ def _link(clause: str, device: Device) -> float:
     if rate is None or not rate[3]:
         return device.link_gbs
     one = float(rate[1]) * (1e3 if rate[2] in "Tt" else 1.0)
-    one = one if one == device.link_gbs or _has("one_way", clause) else one / 2
-    return min(one, device.link_gbs)
+    return min(one if one == device.link_gbs or _has("one_way", clause) else one / 2, device.link_gbs)
