@@ -180,14 +180,16 @@ class _Given:
             with generators.apart(0, self.drawn) if again and self.drawn else nullcontext(), _Filled() if LOOKS[0] else nullcontext():
                 return forward(*args, **kwargs)
         except Exception as error:
-            ends: BaseException | None = error
-            while ends is not None and not isinstance(ends, _StopRecomputationError):
-                ends = ends.__cause__ or ends.__context__
-            if ends is not None:  # a library's own words around torch's, which ends a forward that has made all that was saved
-                raise ends from None
+            if _ended(error):
+                raise _StopRecomputationError from None  # no name for the old one, whose frames would have it and it them, with all their tensors
             if again and isinstance(error, RuntimeError | IndexError | TypeError | ValueError):
                 raise _other(f"{type(error).__name__}: {error}") from error
             raise
+
+
+def _ended(error: BaseException | None) -> bool:
+    """Whether what is raised, or a library's own words around it, is how torch ends a forward that has made again all that was saved."""
+    return error is not None and (isinstance(error, _StopRecomputationError) or _ended(error.__cause__ or error.__context__))
 
 
 def _other(got: str) -> SoliError:
