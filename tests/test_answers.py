@@ -265,7 +265,8 @@ def test_layers_without_experts_are_counted() -> None:
     assert (model.parameters, model.used) == (pytest.approx(671e9, rel=0.001), pytest.approx(37e9, rel=0.02))
     cut = named("deepseek-v3-l2")
     assert cut is not None
-    assert (cut.layers, cut.plain) == (2, 2)
+    assert (cut.layers, cut.plain) == (2, 0)  # as SimuMax cuts it: its four layers take 122 GB, which four with experts do
+    cut = replace(cut, plain=2)
     dense = replace(cut, experts=0, active=1, shared=0, ffn=cut.plain_ffn, plain=0)
     of = [search(Task(one, read_cluster("h100:8"), 16, 4096), 3) for one in (cut, dense)]
     for name in ("time", "memory", "states"):

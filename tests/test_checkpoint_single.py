@@ -263,6 +263,18 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["c", "file"]
 
 
+def test_a_path_that_is_a_link_stays_one(tmp_path: Path) -> None:
+    """`last`, say: what it leads to is replaced, as often as one likes."""
+    save(tmp_path / "disk", simple(), {"step": 1})
+    (tmp_path / "last").symlink_to(tmp_path / "disk")
+    for step in (2, 3):
+        save(tmp_path / "last", simple(), {"step": step}, overwrite=True)
+        for name in ("last", "disk"):
+            assert load(tmp_path / name, simple())["step"] == step
+    assert (tmp_path / "last").is_symlink()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["disk", "last"]
+
+
 def test_state_must_be_json_and_every_culprit_is_named(tmp_path: Path) -> None:
     state = {"a": {"b": [1, torch.ones(1)]}, "c": float("nan"), "d": {3: 1}, "e": {1, 2}, "f": [0.1, "é", None]}
     text = message(save, tmp_path / "c", simple(), state)

@@ -676,7 +676,7 @@ def test_what_is_gathered_once_is_hidden_by_one_microbatch() -> None:
     alone = point(dp=8, microbatch=1, **net)
     computing = layer(alone, k)[0][0]
     sent = communication._gather(alone, k, *(size * alone.weight for size in memory.of_layer(alone)))[0]
-    made = {"dp": 8, "zero": 3, **net, "net": 25e9 * sent / computing}
+    made = {"dp": 8, "zero": 3, **net, "net": 25e9 * sent / computing, "summed": alone.weight[0]}
     for pp, whole, microbatches, left in (
         (1, 0, 8, 1 - 1 / 3 + 2 - 2 / 3),  # gathered twice a microbatch and scattered
         (1, 1, 8, 1 - 1 / 3 + (7 * (1 - 2 / 3) + 2 - 2 / 3) / 8),  # scattered once
@@ -818,6 +818,16 @@ def test_a_product_is_a_roofline() -> None:
     assert isclose(arithmetic.product(p, k, big, big, big)[0], 2 * n**3 / (312e12 * share))
     one, wide = np.array([1.0]), np.array([1e4])  # one row: its matrix must be read
     assert isclose(arithmetic.product(p, usual(stream_share=1.0, product_half=1.0), one, wide, wide)[0], 2 * (1e4 + 1e8 + 1e4) / 2e12)  # fmt: skip
+
+
+def test_a_compiler_pads_rows_of_products_with_weights() -> None:
+    """An MLP of 2730 instead of 2816 left a compiled step as long, and an eager one half as long again (giyushino/torchure)."""
+    k, rows, hidden = usual(product_half=1.0, product_half_inner=1.0), np.array([8192.0]), np.array([1024.0])
+    took = lambda columns, **more: float(arithmetic.product(point(**more), k, rows, np.array([columns]), hidden)[0])
+    for compiled, rate in ((0.0, 0.85), (1.0, 0.3)):
+        as_many = took(2731.0, launches=compiled) / took(2730.0, launches=compiled)
+        assert isclose(took(2730.0, launches=compiled) / took(2752.0, launches=compiled), 2730 / 2752 / rate, rel_tol=1e-3)
+        assert isclose(as_many, 2731 / 2730, rel_tol=1e-3)
 
 
 def test_published_anomalies_come_out() -> None:

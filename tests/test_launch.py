@@ -524,6 +524,55 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert (free.code, free.out) == (0, port + "\n")
 
 
+def piped(folder: Path, text: str, *options: str, given: str = "", **env: str) -> subprocess.Popen[bytes]:
+    (folder / "piped.py").write_text(textwrap.dedent(text), encoding="utf-8")
+    (folder / "given").write_text(given)
+    command = [*SOLI, "run", "-n", "2", "--logs", str(folder / "logs"), *options, str(folder / "piped.py")]
+    with (folder / "given").open() as stdin:
+        return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment() | env)
+
+
+def test_what_is_given_to_the_program_goes_to_the_first_rank_whole(tmp_path: Path) -> None:
+    """Not torn among all, each of which would have a part of the numbers."""
+    numbers = "".join(f"{number}\n" for number in range(20_000))
+    job = piped(tmp_path, "import os, sys, time; rank = int(os.environ['RANK']); time.sleep(1 - rank); print(rank, sum(map(int, sys.stdin)))", "--all-ranks", given=numbers)
+    out, _ = job.communicate(timeout=60)
+    assert sorted(out.decode().splitlines()) == [f"[0] 0 {sum(range(20_000))}", "[1] 1 0"]
+
+
+def test_a_reader_that_goes_ends_the_job(tmp_path: Path) -> None:
+    """`| head -1`: the ranks are told by their pipes, as one process would be."""
+    job = piped(tmp_path, "for i in range(200_000): print('line', i)", "--all-ranks")
+    assert job.stdout is not None
+    assert b"line" in job.stdout.readline()
+    job.stdout.close()
+    assert job.wait(timeout=40) == 1
+    assert job.stderr is not None
+    assert b"Exception in thread" not in job.stderr.read()
+
+
+def test_a_reader_that_is_slow_gets_all_lines(tmp_path: Path) -> None:
+    """As a pager, which reads on when its user does."""
+    job = piped(tmp_path, "for i in range(1700): print('x' * 50, i)", "--all-ranks")
+    time.sleep(8)  # all ranks are long done
+    out, _ = job.communicate(timeout=60)
+    assert len(out.splitlines()) == 3400
+
+
+def test_output_that_the_terminal_cannot_show_is_shown_as_it_can(tmp_path: Path) -> None:
+    job = piped(tmp_path, "import os; os.write(1, 'caf\u00e9\\n'.encode())", "--all-ranks", PYTHONIOENCODING="ascii")
+    out, err = job.communicate(timeout=60)
+    assert (job.returncode, sorted(out.splitlines())) == (0, [rb"[0] caf\xc3\xa9", rb"[1] caf\xc3\xa9"]), err
+
+
+def test_a_file_name_that_is_no_text_is_in_the_report(tmp_path: Path) -> None:
+    """As os.listdir gives it, in an error of a rank that is logged."""
+    job = Job(tmp_path, "import os\nif os.environ['RANK'] == '1': raise ValueError('cannot read caf\\udce9.txt')", 2)
+    assert job.code == 1
+    assert r"cannot read caf\udce9.txt" in job.err
+    assert "rank 1" in job.err
+
+
 def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
     done = subprocess.run([*SOLI, "run", "-n", "2", str(tmp_path / "none.py")], capture_output=True, text=True)
     assert done.returncode == 2
@@ -537,6 +586,7 @@ def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
         ({"SOLI_DEADLINE": "abc"}, "the deadline is no number of seconds above 0\n    got     abc"),
         ({"SOLI_DEADLINE": "-1"}, "the deadline is no number of seconds above 0\n    got     -1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "some of a rank's variables but not MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "MASTER_PORT is no number of a port\n    got     99999"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK is none of WORLD_SIZE ranks\n    got     RANK=2"),
     ],
 )
@@ -613,6 +663,44 @@ def test_a_rank_killed_in_a_real_collective_is_the_cause(tmp_path: Path) -> None
     assert job.code == 1
     assert "soli: rank 1 was killed by SIGKILL" in job.err
     assert "rank 0 then stopped: " in job.err
+
+
+def test_what_gloo_gives_back_as_a_rank_ends_is_waited_for(tmp_path: Path) -> None:
+    """A thread of gloo's has the last tensor, and what hangs on that is at work when the program ends."""
+    job = Job(
+        tmp_path,
+        """
+        import threading
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from soli.mesh.world import join
+
+        class Slow:
+            def __del__(self):
+                if threading.current_thread() is not threading.main_thread():
+                    while not ended or time.monotonic() < ended[0] + 0.7:
+                        pass
+
+        ended = []
+        world = join()
+        group = dist.group.WORLD  # which is not freed before Python ends
+        ones = torch.ones(4)
+        ones.slow = Slow()
+        dist.barrier()
+        time.sleep(world.rank * 0.5)
+        dist.all_reduce(ones, async_op=True)
+        del ones
+        dist.barrier()
+        ended.append(time.monotonic())
+        """,
+        2,
+        "--backend",
+        "gloo",
+    )
+    assert job.code == 0, job.err
 
 
 @pytest.mark.parametrize("when", ["before", "between"])

@@ -18,6 +18,8 @@ import soli.backend  # noqa: F401
 from pool import Pool
 from soli.core.errors import SoliError
 from soli.mesh.local.board import DIFFERENT, _error
+from soli.mesh.local.messages import Message
+from test_launch import Job
 
 
 def caught(call, *args, **options) -> tuple[str, float]:
@@ -55,6 +57,73 @@ def test_different_calls_are_named_on_every_rank(pool: Pool, kind: str) -> None:
         assert "test_local_faults.py:" in text
         assert seconds < 2
         assert "called different collectives" in after  # nothing of the group is trusted any more
+
+
+def misrooted(kind: str):
+    """Roots that look at nobody: the next collective, in which somebody looks, says it."""
+    group = dist.new_group(backend="local")
+    rank, tensor = dist.get_rank(), torch.zeros(4)
+    dist.barrier(group)
+    if kind == "broadcast":
+        first = caught(dist.broadcast, tensor, rank, group=group)
+    else:
+        first = caught(dist.reduce, tensor, 1 - rank, group=group)
+    return first, caught(dist.all_reduce, tensor, group=group)[0]
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "reduce"])
+def test_roots_that_differ_are_named_by_the_next_collective(pool: Pool, kind: str) -> None:
+    for (first, _), then in pool.run(misrooted, kind, ranks=2):
+        said = first or then
+        assert "called different collectives" in said
+        assert all(f"{kind}" in line for line in said.splitlines() if line.startswith("rank "))
+
+
+INTERRUPTED = """
+import signal, sys
+import torch, torch.distributed as dist
+import soli.backend
+
+def tell(*_):
+    raise KeyboardInterrupt
+
+dist.init_process_group("local")
+rank = dist.get_rank()
+signal.signal(signal.SIGALRM, tell)
+for number in range(60):
+    tensor = torch.full((1 << 24,), float(rank + 1))
+    work = dist.all_reduce(tensor, async_op=True)
+    if rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.0005 * number)
+    try:
+        work.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            print("said", error)
+            sys.exit(3)
+    if not (tensor == 3).all():
+        print("a wrong sum is done")
+        sys.exit(4)
+"""
+
+
+def test_a_collective_that_was_interrupted_is_not_done(tmp_path: Path) -> None:
+    """Whoever waits for it again hears of it: it is not the sum."""
+    job = Job(tmp_path, INTERRUPTED, 2, "--backend", "local", "--all-ranks")
+    assert "a wrong sum" not in job.out
+    assert job.code in (0, 3), job.err  # 0: no alarm came amid a collective
+    assert job.code == 0 or "interrupted by KeyboardInterrupt" in job.out
+
+
+def test_messages_of_one_tag_that_wait_are_told_apart() -> None:
+    """Of other sizes, where one came in part: equal bytes make no two messages one."""
+    waiting = [Message(0, torch.zeros(3, dtype=torch.uint8), 1), Message(0, torch.zeros(5, dtype=torch.uint8), 1)]
+    again = Message(0, torch.zeros(3, dtype=torch.uint8), 1)
+    assert waiting[1] in waiting
+    assert again not in waiting
 
 
 def in_a_part_of_the_job():

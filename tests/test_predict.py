@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from soli.core.errors import SoliError
+from soli.planner.cost import memory
 from soli.planner.cost.constants import MEANINGS, NAMES, known, repeated, sets
-from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points
+from soli.planner.cost.points import FULL, NONE, SELECTIVE, Points, points
 from soli.planner.cost.step import step
 from soli.planner.hardware.devices import USABLE
 from soli.planner.measured import SHARED, Measured, covariance, fit, shapes_of
@@ -490,6 +491,19 @@ def test_frozen_weights_of_products_of_8_bits_have_as_many_where_they_have_to() 
             read_row = read(row | machine | {"precision": precision, "recompute": "none" if bits < 16 else "full"})
             narrow = bits < 16 and precision == "FP8"
             assert (read_row.point["weight"] < 1.1) == narrow == ("frozen weights of 8 bits" in read_row.inferred)
+
+
+@pytest.mark.parametrize(
+    ("precision", "wide"),
+    [("bf16 autocast, fp32 weights", 4), ("bf16 autocast, fp32 base model", 4), ("bf16 autocast, bf16 weights", 2), ("bf16 (fp32 weights copy)", 2), ("bf16", 2)],
+)
+def test_frozen_weights_of_32_bits_have_as_many_where_a_row_says_so(precision: str, wide: int) -> None:
+    row = {"framework": "PyTorch (transformers, PEFT)", "model": "Qwen3-4B LoRA r=64", "seq_len": "1024", "gpu": "A100-80GB", "gpus": "1", "microbatch": "1", "global_batch": "1"}  # fmt: skip
+    seen = read(row | {"precision": precision})
+    assert seen.point["weight"] == wide
+    assert ("frozen weights of 32 bits" in seen.inferred) == (wide > 2)
+    (told,) = predict([row | {"precision": precision}])
+    assert told.predicted_memory_gb > wide * memory.parameters(points([seen.point]))[0] / 1e9
 
 
 def test_a_microbatch_that_nobody_says_is_one_that_fits() -> None:

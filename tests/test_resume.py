@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +82,26 @@ def test_a_run_that_is_through_and_resumed_says_its_last_loss_once(tmp_path: Pat
     before = (run / "metrics.jsonl").read_text()
     loop.main(resume=run)
     assert (run / "metrics.jsonl").read_text() == before
+
+
+HOLDS = """
+import fcntl, os, sys
+fcntl.lockf(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_that_another_job_goes_on_with_is_left_alone(tmp_path: Path) -> None:
+    """Its metrics would be the other's, and the rest of them in no file."""
+    run = begun(tmp_path, "dp=1", 4)
+    rows = (run / "metrics.jsonl").read_text()
+    command = [sys.executable, "-c", HOLDS, str(run / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(SoliError, match="another job goes on with this run"):
+            loop.main(resume=run, steps=6)
+        assert (run / "metrics.jsonl").read_text() == rows
+        other.communicate()
+    assert loop.main(resume=run, steps=6)["steps"] == 6

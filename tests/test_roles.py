@@ -445,3 +445,14 @@ def test_the_command_refuses(tmp_path: Path, words: tuple[str, ...], said: str) 
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_a_program_prints_is_beside_what_is_read(tmp_path: Path) -> None:
+    """`--json` is JSON whatever the file says as it is imported and called."""
+    (tmp_path / "noisy.py").write_text(
+        "import torch\nprint('imported')\n\n\ndef make():\n    print('called')\n    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)), {'input': torch.zeros(2, 4)}\n"
+    )
+    done = soli("roles", f"{tmp_path}/noisy.py:make", "--tp", "2", "--json")
+    assert json.loads(done.stdout)
+    assert done.returncode == 0
+    assert [word for word in ("imported", "called") if word in done.stderr] == ["imported", "called"]

@@ -156,3 +156,10 @@ def test_a_list_of_tables_is_told_how_a_table_is_written(tmp_path: Path) -> None
     (tmp_path / "c.toml").write_text('[[data]]\npath = "x"\n')
     with pytest.raises(SoliError, match=r"put it under \[data\]"):
         settings.load(tmp_path / "c.toml")
+
+
+def test_a_name_that_is_no_text_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    """As a shell gives bytes that are not UTF-8."""
+    with pytest.raises(SoliError) as told:
+        settings.load(None, {"data.path": "caf\udce9.txt", "run.name": "a\udcff", "run.folder": str(tmp_path)})
+    assert [problem.what for problem in told.value.problems] == [f"{name} is no text that a file of settings can hold" for name in ("data.path", "run.name")]

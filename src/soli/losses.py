@@ -74,8 +74,7 @@ def mse(targets: str | int = -1) -> LossFn:
         if not isinstance(output, Tensor):
             raise on_all_ranks("the model's output is no tensor", got=type(output).__name__, fix="a loss of your own: (output, batch) -> (sum, count)")
         if output.shape != wanted.shape:
-            got = f"{tuple(output.shape)} and {tuple(wanted.shape)}"
-            raise on_all_ranks("output and target differ in shape", got=got)
+            raise on_all_ranks("output and target differ in shape", got=f"{tuple(output.shape)} and {tuple(wanted.shape)}")
         return F.mse_loss(output, wanted, reduction="sum"), wanted.numel()
 
     return loss

@@ -20,9 +20,7 @@ COMMIT = re.compile(f"(?m)^{MARK}([0-9a-f]{{40,64}}){END}$")
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
 SUBMODULE = re.compile(r"(?:index \S+|new file mode|deleted file mode) 160000$")
 ABSENT = "/dev/null"
-LANGUAGES = {
-    ".py": "python", ".c": "cpp", ".cc": "cpp", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".hpp": "cpp",
-}  # fmt: skip
+LANGUAGES = {".py": "python", ".c": "cpp", ".cc": "cpp", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp", ".h": "cpp", ".hpp": "cpp"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,7 @@ def _blobs(repo: Path, names: Sequence[str]) -> dict[str, str]:
         words = said[at:end].split()
         if len(words) != 3:
             got = f"{repo}: {said[at:end].decode(errors='replace')}"
-            fix = "git fsck --full; clone it again"
-            raise SoliError("the history lacks a file that a commit changed", got=got, allowed="a whole clone", fix=fix)
+            raise SoliError("the history lacks a file that a commit changed", got=got, allowed="a whole clone", fix="git fsck --full; clone it again")
         start, size = end + 1, int(words[2])
         found[name] = said[start : start + size].decode(errors="replace")
         at = start + size + 1

@@ -228,8 +228,7 @@ def judge_words(labels: Iterable[Label], mined: Path) -> list[Judged]:
     if not any((one.repo, one.commit, dimension) in said for one in labels for dimension in DIMENSIONS):
         has = ", ".join(sorted({repo for repo, *_ in said})) or "nothing is classified"
         got = f"{mined}: {has}; labels of {', '.join(sorted({one.repo for one in labels}))}"
-        fix = "mine and classify their histories too"
-        raise SoliError("none of these labels is of a fix that this file has", got=got, fix=fix)
+        raise SoliError("none of these labels is of a fix that this file has", got=got, fix="mine and classify their histories too")
     by, found = by_labeller(labels), []
     fixes = {who: {key: one for key, one in theirs.items() if one.fix == "yes"} for who, theirs in by.items()}
     for dimension in DIMENSIONS:

@@ -66,8 +66,7 @@ def _foreign(path: Path) -> SoliError:
         fix = f"{from_pickle}, then {then}"
         return SoliError(f"{path} holds pickles, not a soli checkpoint", got=", ".join(pickles[:5]), fix=fix)
     if inner := sorted(p.name for p in path.iterdir() if (p / MANIFEST).is_file()):
-        what = f"{path} is a folder of checkpoints, not one checkpoint"
-        return SoliError(what, got=", ".join(inner[-8:]), fix="name one of them")
+        return SoliError(f"{path} is a folder of checkpoints, not one checkpoint", got=", ".join(inner[-8:]), fix="name one of them")
     got = ", ".join(sorted(names)[:8]) or "an empty folder"
     return SoliError(f"{path} is not a soli checkpoint: it has no {MANIFEST}", got=got, fix="check the path")
 
@@ -115,7 +114,7 @@ def commit(partial: Path, path: Path, text: str, overwrite: bool) -> None:
         raise
     flush(path.parent)
     if aside is not None:
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)  # it is complete without: the next save clears it
 
 
 def flush(folder: Path) -> None:

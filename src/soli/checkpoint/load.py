@@ -35,7 +35,7 @@ def load(path: str | Path, tensors: Tensors, *, group: Group = None, ignore: Cal
     `ignore(name)` is true. Every name that is missing, unexpected, or has another shape or dtype is reported
     in one SoliError on every rank, and no piece is touched. So is a file that is truncated or damaged.
     """
-    team, where = team_of(group), Path(path).absolute()
+    team, where = team_of(group), Path(path).resolve()
     place, manifest = team.first("reading the manifest", lambda: (str(locate(where)), read_manifest(where)))
     wanted = merge(team.each("looking at what to load", lambda: offer_of(tensors)))
     raise_all(differences(manifest, wanted, ignore), everywhere=True)

@@ -144,7 +144,7 @@ def _stage(job: _Job) -> None:
 
 def _plan(team: Team, path: str | Path, tensors: Tensors, state: State, overwrite: bool) -> _Job:
     """Agree on which rank writes what. The live tensors are looked up when they are written."""
-    target = Path(path).absolute()
+    target = Path(path).resolve()  # what a link leads to is replaced, and not the link
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     saved: dict[str, Saved] = {}
     copied: State = {}

@@ -13,9 +13,7 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.hardware.devices import Device, devices
 from soli.planner.hardware.networks import SHARED, networks
 
-COLUMNS = {
-    "memory_gib": "GiB", "memory_gbs": "GB/s", "node": "node", "link_gbs": "link", "net_gbits": "net", "host_gbs": "host",
-}  # fmt: skip
+COLUMNS = {"memory_gib": "GiB", "memory_gbs": "GB/s", "node": "node", "link_gbs": "link", "net_gbits": "net", "host_gbs": "host"}  # fmt: skip
 CAPTION = (
     "16 bit, 8 bit: dense peak, TFLOP/s. GiB, GB/s: memory. node: devices of a server. link, host: GB/s in one "
     "direction to the server's other devices and its memory. net: Gbit/s to other servers. All of one device."

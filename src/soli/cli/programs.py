@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 import traceback
+from contextlib import redirect_stdout
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ def from_file(path: Path, name: str) -> Program:
     if not callable(function) or inspect.isclass(function):
         here = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
         raise SoliError(f"{path} has no function '{name}'", allowed=", ".join(here) or "none", fix=FORM)
-    with blaming(partial(_failed, f"{name}() of {path} fails", path)):
+    with blaming(partial(_failed, f"{name}() of {path} fails", path)), redirect_stdout(sys.stderr):  # ours may be JSON
         result = function()
     return _checked(name, result)
 
@@ -91,7 +92,7 @@ def _loaded(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
     sys.modules[module.__name__] = module  # where dataclasses look for what annotations mean
-    with blaming(partial(_failed, f"{path} cannot be imported", path)):
+    with blaming(partial(_failed, f"{path} cannot be imported", path)), redirect_stdout(sys.stderr):
         spec.loader.exec_module(module)
     return module
 
@@ -110,8 +111,7 @@ def _checked(name: str, result: Any) -> Program:
         raise SoliError(f"{name}() returned {type(result).__name__}", allowed=RETURNS, fix=ROW)
     model, batch, loss_fn = (*result, None)[:3]
     if not isinstance(model, Module):
-        what = f"the model that {name}() returned is no torch.nn.Module"
-        raise SoliError(what, got=type(model).__name__, allowed=RETURNS)
+        raise SoliError(f"the model that {name}() returned is no torch.nn.Module", got=type(model).__name__, allowed=RETURNS)
     if not (loss_fn is None or callable(loss_fn)):
         raise SoliError(f"the loss that {name}() returned is no function", got=type(loss_fn).__name__, allowed=RETURNS)
     return model, batch, loss_fn

@@ -105,8 +105,7 @@ def _from_config(place: Path) -> tuple[Any, Any, Any]:
     config, takes = model.config, inspect.signature(model.forward).parameters
     if model.main_input_name not in ("pixel_values", "input_ids"):
         got = f"{type(model).__name__}, whose input is {model.main_input_name}"
-        allowed = "models of token ids and of images"
-        raise SoliError("soli makes no batch for such a model", got=got, allowed=allowed, fix=f"give {programs.FORM}")
+        raise SoliError("soli makes no batch for such a model", got=got, allowed="models of token ids and of images", fix=f"give {programs.FORM}")
     if model.main_input_name == "pixel_values":
         vision = getattr(config, "vision_config", config)
         shape = (ROWS, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)

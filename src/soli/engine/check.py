@@ -46,10 +46,10 @@ UNNAMED = "of the batch the loss alone has {}: the model's forward has **kwargs 
 
 
 class FirstStep:
-    """`check` runs until it has seen a batch of which every rank has a row, and again when modules change their mode."""
+    """`check` runs until it has seen a batch of which every rank has a row, and again in modes of its modules that are new."""
 
     def __init__(self) -> None:
-        self.modes: list[bool] | None = None
+        self.modes = set[tuple[bool, ...]]()
         self._losses: list[coupling.Sum] | None = None
         self.size = 0.0  # what a loss is of, where its terms cancel
         self.looked = list[int]()  # the steps in which what the loss trains is looked at
@@ -64,7 +64,7 @@ class FirstStep:
             self.size = coupling.size_of(self._losses)
 
     def wanted(self, model: nn.Module, part: Part, ranks: int) -> bool:
-        return part.total >= ranks and self.modes != _modes(model)
+        return part.total >= ranks and _modes(model) not in self.modes
 
     def evaluating(self, engine: Engine, part: Part) -> None:
         """Learn which dim is the batch in what an evaluation draws, once, from its first batch of which every rank has a row. Collective."""
@@ -125,12 +125,12 @@ class FirstStep:
         if first is not None and not sure:
             events.note(UNSURE.format("counts" if first else "does not count", first, not first), shown=engine.rank == 0)
         _say_padding(engine, part)
-        if self.modes is None and (unnamed := engine._call.unnamed(part.data)):
+        if not self.modes and (unnamed := engine._call.unnamed(part.data)):
             events.note(UNNAMED.format(", ".join(unnamed)), shown=engine.rank == 0)
         coupling.check(engine, losses)
         if abs(again[0] - look.whole[0]) > rounding(engine, look.whole[1]) * (abs(look.whole[0]) + size):
             events.note(MOVED, shown=engine.rank == 0)
-        self.modes = _modes(model)
+        self.modes.add(_modes(model))
 
 
 @dataclass
@@ -295,8 +295,8 @@ def _twice(look: Look, sums: list[Loss], split: bool) -> list[tuple[Loss, Loss]]
     return found
 
 
-def _modes(model: nn.Module) -> list[bool]:
-    return [module.training for module in model.modules()]
+def _modes(model: nn.Module) -> tuple[bool, ...]:
+    return tuple(module.training for module in model.modules())
 
 
 def _run(engine: Engine, data: Any, rows: int, part: bool = False, learn: bool = True) -> Loss:

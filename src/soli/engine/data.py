@@ -113,13 +113,11 @@ def need_samples(dataset: Any) -> None:
 def _check(dataset: Any, order: Order) -> None:
     if order.global_batch < order.ranks:
         what = "the global batch is smaller than the number of data-parallel ranks"
-        got = f"global_batch={order.global_batch}, dp={order.ranks}"
-        raise on_all_ranks(what, got=got, allowed=f"{order.ranks} or more")
+        raise on_all_ranks(what, got=f"global_batch={order.global_batch}, dp={order.ranks}", allowed=f"{order.ranks} or more")
     if _is_stream(dataset):
         if order.shuffle:
             what = "a stream cannot be shuffled by soli: it has no length and no samples by number"
-            fix = "pass shuffle=False (and shuffle in the stream), or give a map-style dataset"
-            raise on_all_ranks(what, got=type(dataset).__name__, fix=fix)
+            raise on_all_ranks(what, got=type(dataset).__name__, fix="pass shuffle=False (and shuffle in the stream), or give a map-style dataset")
     elif len(dataset) == 0:
         raise on_all_ranks("the dataset is empty", got=f"{type(dataset).__name__} of length 0")
     order.size = 0 if _is_stream(dataset) else len(dataset)
@@ -278,8 +276,7 @@ def _rest(order: Order) -> tuple[list[Any], Iterator[Any] | None]:
         return [], None
     if order.position.mover is None:
         what = f"a checkpoint has moved the stream '{order.name}' to samples that were read already, and they cannot be read again"
-        fix = "give something that can be iterated anew, or another iterator after engine.load"
-        raise on_all_ranks(what, got=type(given).__name__, fix=fix)
+        raise on_all_ranks(what, got=type(given).__name__, fix="give something that can be iterated anew, or another iterator after engine.load")
     return [*held], source
 
 
@@ -311,6 +308,5 @@ def _moved(order: Order, here: tuple[Position, int]) -> bool:
     """Whether a checkpoint was loaded meanwhile. SoliError where another iterator has moved the position."""
     if order.position.mover is not None and order.position.mover is not order:
         what = f"two iterators read the stream '{order.name}' by turns, and it has one position: each would leave out what the other reads"
-        fix = "give engine.batches a name= for each dataset that is read beside another, and go on with one iterator of each"
-        raise on_all_ranks(what, fix=fix)
+        raise on_all_ranks(what, fix="give engine.batches a name= for each dataset that is read beside another, and go on with one iterator of each")
     return (order.position, order.seed()) != here

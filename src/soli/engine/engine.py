@@ -266,7 +266,7 @@ class Engine:
             raise on_all_ranks("forward_backward was called twice without update()", fix=fix)
         raise_all(self._given.problems(self), everywhere=True)
         batch = self.decide(as_dict(batch), batch.total if isinstance(batch, Part) else 0)
-        part = part_of(batch, self.dp.size, self.dp.index, later=self._first.modes is not None)
+        part = part_of(batch, self.dp.size, self.dp.index, later=bool(self._first.modes))
         need_rows(part, self.dp.size, self.plan, self.statistics.active)
         need_tensors(batch, part, self.plan.accumulate * self.plan.microbatches)
         self.lay(part)
@@ -313,14 +313,14 @@ class Engine:
         if limit is not None and not _above_0(limit):
             raise on_all_ranks("gradients are clipped to a norm above 0", got=limit, fix="leave out clip() where nothing is clipped")
         self._agreed.limit = limit
-        self._factor = 1.0 / (self._count * self._seed_scale)
+        self._factor = 1.0 / (self._count * self._seed_scale) if self._norm is None else self._factor
         if limit is None and self.loss_scale is None:
             return None
-        self._norm = self.gradient_norm()
+        self._norm = norm.gradient_norm(self) * self._factor
         if self._norm - self._norm != 0 and self.loss_scale is None:
             norm.refuse(self)
-        if limit is not None and self._norm > limit:
-            self._factor *= limit / (self._norm + 1e-6)  # torch's clip_grad_norm_ has this 1e-6
+        if limit is not None:
+            self._factor *= min(1.0, limit / (self._norm + 1e-6))  # torch's clip_grad_norm_ has this 1e-6
         self.last.grad_norm = self._norm
         return self._norm
 
@@ -421,7 +421,7 @@ class Engine:
             for batch in batches.anew() if isinstance(batches, Stream) else batches:
                 batch = self.decide(as_dict(batch), 0)
                 part = part_of(batch, self.dp.size, self.dp.index, later=True)
-                need_rows(part, self.dp.size, self.plan)
+                need_rows(part, self.dp.size, self.plan, self.statistics.always)
                 need_tensors(batch, part, 1)
                 with torch.inference_mode(False), torch.enable_grad():  # the layout is checked with gradients
                     self.lay(part)

@@ -50,6 +50,8 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         if total is not None and (count or _together(engine)):
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
+        elif total is not None:
+            engine.laid.reducer.uncounted(total)
         total = None  # and its graph: without targets nothing went back and freed it
         gatherer.end_backward()
     recompute.forget()
@@ -100,7 +102,8 @@ def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
     if count or not (_together(engine) and torch.is_grad_enabled()):
         return total, count
     kind = type(output).__name__
-    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
+    read = {*children_first([total.grad_fn])} if total.grad_fn is not None else None  # what the loss leaves out has no gradient
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad and (read is None or x.grad_fn in read)]
     total, output = total.new_zeros(()), None  # the graph of the loss goes before there is another
     if not outputs:
         what = "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from"

@@ -44,7 +44,7 @@ def forget(engine: Engine) -> None:
     """Drop the gradients that wait for update(), and what is known of them."""
     engine._count, engine._norm, engine._factor, engine._seed_scale = 0.0, None, 1.0, 1.0
     engine.laid.reducer.drop()
-    withheld.fill(engine.model, False)
+    withheld.fill(engine.model, False, left_out=True)
 
 
 def refuse(engine: Engine) -> None:
@@ -57,8 +57,7 @@ def refuse(engine: Engine) -> None:
     ranks = named([rank for rank, names in enumerate(told) if names])
     what = f"the gradient of step {engine.step_count + 1} is not finite; nothing was updated"
     got = f"on {ranks}, of {listed(list(dict.fromkeys(name for names in told for name in names)))}"
-    fix = "lower the learning rate, clip, or look for a division by zero in the backward of that module"
-    raise failure(what, got=got, fix=fix, everywhere=True)
+    raise failure(what, got=got, fix="lower the learning rate, clip, or look for a division by zero in the backward of that module", everywhere=True)
 
 
 def refuse_loss(engine: Engine, bad: list[str], totals: Tensor) -> None:

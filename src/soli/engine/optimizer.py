@@ -31,8 +31,7 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
         return optimizer
     if not callable(optimizer):
         what = "optimizer is neither a torch optimizer nor a function that makes one"
-        allowed = "torch.optim.AdamW(model.parameters()), or lambda p: torch.optim.AdamW(p)"
-        raise on_all_ranks(what, got=type(optimizer).__name__, allowed=allowed)
+        raise on_all_ranks(what, got=type(optimizer).__name__, allowed="torch.optim.AdamW(model.parameters()), or lambda p: torch.optim.AdamW(p)")
     made = optimizer(list(model.parameters()))
     if not isinstance(made, torch.optim.Optimizer):
         raise on_all_ranks("the optimizer function made no torch optimizer", got=type(made).__name__)
@@ -43,8 +42,7 @@ def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Opt
     """What a function of the optimizer makes, if there is one; it is stepped once a step, with nothing."""
     if scheduler is not None and not callable(scheduler):
         what = "scheduler is no function that makes one of an optimizer"
-        allowed = "scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)"
-        raise on_all_ranks(what, got=type(scheduler).__name__, allowed=allowed)
+        raise on_all_ranks(what, got=type(scheduler).__name__, allowed="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)")
     made = scheduler(optimizer) if scheduler is not None else None
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         fix = "make it yourself, of engine.optimizer, step it with what engine.evaluate gives, and save its state_dict() by extra={...}"

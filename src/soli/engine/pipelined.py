@@ -74,8 +74,7 @@ def _traces(engine: Engine, runner: Runner) -> tuple[list[Unit], dict[bool, watc
         if units(engine.model, finer + 1) == parts:  # none can be taken apart
             what = f"the model has fewer parts to cut between than the pipeline has stages: {len(calls)} < {wanted}"
             got = f"the first rows call {', '.join(calls) or 'none'} of {len(parts)} parts"
-            allowed = f"pp x stages a rank <= {len(calls)}"
-            raise on_all_ranks(what, got=got, allowed=allowed, fix="use a smaller pp, or fewer chunks")
+            raise on_all_ranks(what, got=got, allowed=f"pp x stages a rank <= {len(calls)}", fix="use a smaller pp, or fewer chunks")
         finer += 1
 
 
@@ -111,8 +110,7 @@ def _agree(engine: Engine, traces: dict[bool, watch.Trace], last: int) -> None:
     if odd := [rank for rank, other in enumerate(everyone) if other != everyone[0]]:
         what = "the model's forward takes different paths on the rows of different ranks"
         got = f"ranks {', '.join(map(str, odd))} took another than rank 0"
-        fix = "put what depends on the rows inside a block, or use pp=1"
-        raise on_all_ranks(what, got=got, fix=fix, seen="uneven-decision")
+        raise on_all_ranks(what, got=got, fix="put what depends on the rows inside a block, or use pp=1", seen="uneven-decision")
 
 
 def _announce(engine: Engine, cut: stages.Stages, trace: watch.Trace) -> None:
@@ -182,6 +180,8 @@ def forward_backward(engine: Engine, pipeline: Pipeline, pieces: list[Part]) -> 
         total, count = (0.0, 0.0) if none else (total + more, count + counted)
     for slot in [slot for unit in reducer.units for slot in unit.slots] if none else ():
         slot.arrived = False  # an earlier row's zeros use no parameter
+    if none:
+        reducer.zeros.clear()
     reducer.begin_backward(last=True)
     reducer.finish_backward()
     for unit in reducer.units:

@@ -122,6 +122,7 @@ class Place:
 
     def __init__(self, name: str, holder: Any) -> None:
         self.name, self.holder = name, holder
+        self.keys = dict.fromkeys(holder if isinstance(holder, dict) else holder[1] if isinstance(holder, tuple) else ())
         self.before = self.held()
 
     def held(self) -> dict[str, Any]:
@@ -150,7 +151,7 @@ class Place:
             holder.extend(value)
         else:
             table = holder[0] if isinstance(holder, tuple) else holder
-            key = next(key for key in table if _path(self.name, key) == name)
+            key = next(key for key in self.keys | table if _path(self.name, key) == name)
             if name in self.before:
                 table[key] = value
             else:
@@ -182,7 +183,8 @@ def _changed(places: list[Place]) -> dict[str, Any]:
 
 def _moved(place: Place) -> dict[str, Any]:
     before = place.before
-    return {n: v for n, v in place.held().items() if n not in before or not same(v, before[n])}
+    now = place.held()
+    return {n: now.get(n) for n in before | now if n not in before or n not in now or not same(now[n], before[n])}
 
 
 def _give(places: list[Place], out: Container[str] = ()) -> None:

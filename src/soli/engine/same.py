@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -54,6 +55,8 @@ def mark(engine: Engine, batch: Any) -> float:
         return 0.0
     total = 0.0
     for number, x in enumerate(tree_leaves(batch.data if isinstance(batch, Part) else batch), 1):
+        if isinstance(x, int | float) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufc"):
+            x = torch.as_tensor(x)
         if isinstance(x, Tensor) and x.numel():
             total += number * float(_weighed(x).sum())
     return total

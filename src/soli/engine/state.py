@@ -93,8 +93,7 @@ def _of_modules(engine: Engine) -> dict[str, Any]:
     found = {n: value for n, value in engine.model.state_dict(keep_vars=True).items() if f".{n}".endswith(EXTRA)}
     if found and engine.pipeline is not None:
         what = "modules save something by get_extra_state, and under pp each stage has its own"
-        fix = "keep it in a buffer (register_buffer), or use a plan without pp"
-        raise on_all_ranks(what, got=listed(list(found)), fix=fix)
+        raise on_all_ranks(what, got=listed(list(found)), fix="keep it in a buffer (register_buffer), or use a plan without pp")
     return found
 
 

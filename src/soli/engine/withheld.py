@@ -2,11 +2,12 @@
 scales or reads them there would do nothing, without a word, where it found None."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from soli.core.errors import SoliError
+from soli.core.errors import SoliError, listed, on_all_ranks
 from soli.core.functions import name_of
 
 
@@ -27,9 +28,18 @@ class _Withheld(Tensor):
         raise SoliError(what, got=name_of(func), allowed=allowed, fix="give clip= in place of clip_grad_norm_ (docs/porting.md)")
 
 
-def fill(model: nn.Module, withheld: bool) -> None:
-    """Until update() or discard(); then gradients are what the next backward makes."""
+_FILLED = WeakSet[nn.Module]()
+
+
+def fill(model: nn.Module, withheld: bool, left_out: bool = False) -> None:
+    """Until update() or discard(); then gradients are what the next backward makes. `left_out`: the step is not taken, whatever a program put there."""
     with torch._C.DisableTorchFunctionSubclass():
+        other = [name for name, param in model.named_parameters() if type(param.grad) is not _Withheld] if model in _FILLED else []
+        if other and not withheld and not left_out:
+            what = "p.grad was set between forward_backward() and update(), and is not where soli keeps the gradients"
+            fix = "engine.discard() leaves a step out; a layer that rests for some steps has a group of its own, whose lr and weight_decay are 0 then"
+            raise on_all_ranks(what, got=listed(other), fix=fix)
+        (_FILLED.add if withheld else _FILLED.discard)(model)
         for param in model.parameters():
             param.grad = None
             if withheld:

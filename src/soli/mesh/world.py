@@ -9,10 +9,12 @@ import atexit
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,7 +109,8 @@ def _need(names: tuple[str, ...], fix: str) -> None:
     got = ", ".join(f"{name}={env[name]}" for name in names if name in env)
     raise_all((Problem(f"{what} {name}", got, fix=fix) for name in names if name not in env), everywhere=True)
     odd = [name for name in (*names, *OF_HOST) if name not in TEXTS and not env.get(name, "0").isdecimal()]
-    raise_all((Problem(f"{name} is no number", env[name], fix=fix) for name in odd), everywhere=True)
+    odd += ["MASTER_PORT"] * ("MASTER_PORT" in names and not odd and int(env["MASTER_PORT"]) > 65535)
+    raise_all((Problem(f"{name} is no number" + " of a port" * (name == "MASTER_PORT"), env[name], fix=fix) for name in odd), everywhere=True)
 
 
 def _first_host(nodes: str) -> str:
@@ -203,3 +206,26 @@ def passing_groups() -> Iterator[None]:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@atexit.register
+def _at_rest() -> None:
+    """Waits, for two seconds at most, until the other threads of this process sleep and go on sleeping.
+
+    One of gloo's that gives back the last tensor while Python ends aborts the process (pytorch/pytorch#179291), and
+    nobody joins it before that where anything still refers to its group.
+    """
+    before, until = None, time.monotonic() + 2
+    while ((now := _others()) != before or "R" in now) and time.monotonic() < until:
+        before = now
+        time.sleep(0.01)  # who waits for Python's lock has it now
+
+
+def _others() -> str:
+    """Of each other thread its state, R as it runs or could, and how often it has stopped: proc(5)."""
+    found = ""
+    for task in sorted(Path("/proc/self/task").glob("*")):
+        with suppress(OSError):  # it has just ended
+            if int(task.name) != os.getpid():
+                found += " ".join(re.findall(r"^(?:State|\w*ctxt_switches):\s*(\w+)", (task / "status").read_text(), re.M)) + "\n"
+    return found

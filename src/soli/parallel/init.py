@@ -222,8 +222,7 @@ def _needed(tensor: Tensor, name: str) -> list[_Entry]:
         fix = "build and change the model (dtype, size) inside `with soli.deferred():`"
         raise on_all_ranks(f"{name} is on the meta device and nothing is known of its values", fix=fix)
     if getattr(tensor, _WRITES, tensor._version) != tensor._version:
-        what = f"{name} was changed after its soli.deferred() block, which cannot be known here"
-        raise on_all_ranks(what, fix="change it inside the block")
+        raise on_all_ranks(f"{name} was changed after its soli.deferred() block, which cannot be known here", fix="change it inside the block")
     wanted, found = {_key(tensor)}, []
     for entry in reversed(known[1]):
         if entry.touches & wanted:

@@ -129,8 +129,7 @@ class _Giving(_Mode):
     def _next(self, what: str) -> Any:
         result = next(self.left, None)
         if result is None or result.what != what:
-            got = f"{what}, where its forward had {'no product' if result is None else result.what}"
-            raise differs(got, "recompute=full, or recompute=none")
+            raise differs(f"{what}, where its forward had {'no product' if result is None else result.what}", "recompute=full, or recompute=none")
         if result.summed:
             return torch.empty_like(result.value, memory_format=torch.contiguous_format)
         return tree_map_only(Tensor, Tensor.clone if result.written else Tensor.detach, result.value)

@@ -112,8 +112,7 @@ def need_one_document(batch: Any, plan: Plan) -> None:
     if positions is not None and bool((positions.diff() != 1).any()):
         what = "documents that position_ids tell apart in a row are so to transformers only where no cache is kept, which this plan turns off"
         got = f"plan {plan}, and model.config.use_cache=True: the model alone attends over all of a row"
-        fix = "set model.config.use_cache = False before soli.parallelize, which your program alone needs as well"
-        raise SoliError(what, got=got, fix=fix)
+        raise SoliError(what, got=got, fix="set model.config.use_cache = False before soli.parallelize, which your program alone needs as well")
 
 
 def _is_traced(module: nn.Module) -> bool:

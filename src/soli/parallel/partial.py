@@ -47,11 +47,9 @@ class OfParts:
 
 def _asked(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:
-        what = "state_dict() of a model that lies on several ranks is of this rank's part of it"
-        raise SoliError(what, got=type(module).__name__, fix=WHOLE)
+        raise SoliError("state_dict() of a model that lies on several ranks is of this rank's part of it", got=type(module).__name__, fix=WHOLE)
 
 
 def _given(module: nn.Module, *_: Any) -> None:
     what = "load_state_dict() of a model that lies on several ranks would have to be given this rank's part of it"
-    fix = "load it before soli.parallelize, or a checkpoint by engine.load(path)"
-    raise SoliError(what, got=type(module).__name__, fix=fix)
+    raise SoliError(what, got=type(module).__name__, fix="load it before soli.parallelize, or a checkpoint by engine.load(path)")

@@ -246,8 +246,7 @@ def _again(block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
             _refuse_transforms(block)
         if versions != [x._version for x in given]:
             what = "a block writes into its input, and would write again when it is recomputed"
-            fix = "make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none"
-            raise SoliError(what, got=type(block).__name__, fix=fix)
+            raise SoliError(what, got=type(block).__name__, fix="make a new tensor in the block (x = x * 2 and not x *= 2), or recompute=none")
         return out
 
     return wrapped

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from soli.core.errors import SoliError, on_all_ranks
 from soli.mesh.collectives import Axis, Pending, all_reduce, allocate, reduce_scatter
+from soli.parallel.pipeline.split_backward import children_first
 from soli.parallel.units import Slot, Unit
 
 IN_FLIGHT = 2
@@ -38,6 +39,7 @@ class Reducer:
         self._parts: dict[int, Tensor | None] = {}  # of sums over tp, by the parameter's id
         self._summing: tuple[Unit, list[Slot], Tensor, Pending | None] | None = None
         self.on_complete = lambda unit: None  # called with a unit once its own gradients are all there
+        self.zeros: set[int] = set()  # ids of leaves that rows without targets alone lead to
         self._places: dict[int, Tensor] = {}  # of gradients in buffers that are kept, by the parameter's id
         arrive = _weakly(self.arrive)
         self.reorder(units)
@@ -63,6 +65,7 @@ class Reducer:
     def step(self) -> Iterator[None]:
         """Around the backwards of a step, of which an error may leave one open."""
         self._parts.clear()
+        self.zeros.clear()
         self._summing = None
         while self._flying:  # of a step that an error ended
             unit, pending = self._flying.popleft()
@@ -119,6 +122,14 @@ class Reducer:
             if self._missing[number] == 0:
                 self._complete(unit)
 
+    def uncounted(self, total: Tensor) -> None:
+        """In the place of a backward from rows of which no target is counted, whose total may be 0/0: what it would come to has a gradient of zeros."""
+        for node in children_first([total.grad_fn] if total.grad_fn is not None else []):
+            if (leaf := getattr(node, "variable", None)) is not None:
+                self.zeros.add(id(leaf))
+                if id(leaf) not in self._unit_of:  # a stage's input
+                    leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
     def close(self, unit: Unit) -> None:
         """No more gradient of a unit will come in this backward."""
         number = self._unit_of[id(unit.slots[0].param)][0]
@@ -157,6 +168,7 @@ class Reducer:
         for slot in unit.slots:
             if not slot.arrived:
                 grad[slot.start : slot.stop].zero_()
+                slot.arrived = id(slot.param) in self.zeros
         slots = [slot for slot in unit.slots if id(slot.param) in self._parts]
         if not slots:
             if self.tensor_axis.size > 1:  # as others do, whose rows may have taken other paths

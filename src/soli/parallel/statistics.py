@@ -55,6 +55,7 @@ class Statistics:
         """`mesh`: None where a rank has all rows. Collective over it."""
         self.active = plan.pieces > 1 and can(plan) and bool(training_norms(model))
         self.axis = mesh.another(mesh.dp) if mesh is not None and self.active else Axis("alone")
+        self.always = self.active and any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is None for m in model.modules())  # in evaluation too
         self._whole: list[Known] = []  # of the calls of a check's newest forward on all of its rows
         self._learns, self._repeats = False, iter(self._whole)  # in a check
 

@@ -245,8 +245,7 @@ def capture(model: nn.Module, batch: Any, run: Callable[[nn.Module, Any], Any]) 
         with blaming(_failed), hidden, Kernels(follower), follower:
             run(copy, batch)
     except ValuesError as error:
-        allowed = "a forward whose shapes say all that it does"
-        raise SoliError([type(p)(p.what, p.got, allowed, MEASURED) for p in error.problems]) from error
+        raise SoliError([type(p)(p.what, p.got, "a forward whose shapes say all that it does", MEASURED) for p in error.problems]) from error
     return follower.trace
 
 

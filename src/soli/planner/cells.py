@@ -36,7 +36,7 @@ def text(row: Mapping[str, str], name: str) -> str:
 
 def true(row: Mapping[str, str], name: str) -> bool:
     """Whether a cell says yes."""
-    return text(row, name).lower() in ("true", "1", "yes", "on")
+    return text(row, name).lower() in ("true", "1", "yes", "y", "on", "enabled", "✓", "✔", "✅")
 
 
 def number(row: Mapping[str, str], name: str, columns: Sequence[str], problems: list[str]) -> float | None:

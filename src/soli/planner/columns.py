@@ -79,7 +79,7 @@ def told_by(cells: Mapping[str, str]) -> str:
         if column not in KNOWN and column not in WORDS and column not in _TABLES["unread"]["about"]:
             if re.fullmatch(r"(?i)true|yes|on|1", cell):
                 said.append(column)
-            elif not re.fullmatch(r"(?i)[\d.,eE+-]*|false|off|no|none|n/a", cell):
+            elif not re.fullmatch(r"(?i)[\d.,eE+-]*|false|off|no|none|null|nan|n/a", cell):
                 said.append(f"{column} {cell}")
     return "; ".join(filter(None, said))
 

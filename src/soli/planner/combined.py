@@ -10,7 +10,7 @@ from soli.planner.spellings import sharding
 NAME = re.compile(r"tp|pp|dp|cp|ep|etp|vpp?")
 AROUND = {"", "parallel", "parallelism", "model", "plan", "mesh", "layout", "strategy", "degree", "degrees", "size", "sizes"}
 """Words of a heading that has names of degrees and nothing else, and as many numbers in its cell: "TP/PP/DP", "Parallelism (TP, PP)"."""
-DEGREE = re.compile(r"(?<![a-z])(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?!1(?!\d)))?\s*(\d+)")
+DEGREE = re.compile(r"(?:(?<![a-z])|(?<=\dx))(tp|pp|dp|cp|ep|etp|vpp?)(?:[\s_]*[=:]|[\s_]*-(?!1(?!\d)))?\s*(\d+)")
 """A degree; -1 is what is left."""
 SEQUENCE = re.compile(r"\bsp\b(?!\s*[=:]?\s*\d)")
 """Megatron's sequence parallelism, which has the degree of tp; another's has its own."""

@@ -12,9 +12,7 @@ from typing import Any
 from soli.core.errors import Problem, SoliError, listing
 from soli.core.plan import SPLIT_BACKWARD, V_SHAPED, Plan, word
 
-BUILT: dict[str, tuple[object, ...]] = {
-    "ep": (1,), "recompute": ("none", "selective", "full"), "precision": ("fp32", "bf16", "fp16", "fp64"), "offload": ("none",),
-}  # fmt: skip
+BUILT: dict[str, tuple[object, ...]] = {"ep": (1,), "recompute": ("none", "selective", "full"), "precision": ("fp32", "bf16", "fp16", "fp64"), "offload": ("none",)}  # fmt: skip
 """The values that this version can honour; keys that are not here have no such limit."""
 
 

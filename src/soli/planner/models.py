@@ -148,9 +148,7 @@ def _model(file: Path, said: Mapping[str, Any]) -> tuple[Model, tuple[str, ...]]
     return model, tuple(_inferred(kind, said, numbers, model))
 
 
-def compressed(
-    hidden: float, heads: float, q_rank: float, kv_rank: float = 512, nope: float = 128, rope: float = 64, values: float = 128
-) -> float:  # fmt: skip
+def compressed(hidden: float, heads: float, q_rank: float, kv_rank: float = 512, nope: float = 128, rope: float = 64, values: float = 128) -> float:  # fmt: skip
     """Parameters of a layer's latent attention (MLA, arXiv 2405.04434, 2.1): `q_rank` 0 where queries are whole. `nope`, `rope`, `values`: of a
     head's query without and with positions, and of its values."""
     queries = (hidden + heads * (nope + rope)) * q_rank if q_rank else hidden * heads * (nope + rope)
@@ -285,7 +283,7 @@ def _contradictions(file: Path, numbers: Mapping[str, int | None]) -> Iterator[P
 # Published models by name, where nothing else says their dimensions: published.toml has them, each with its source.
 
 
-LAYERS = re.compile(r"(?:^|[-_ ])l(\d+)\b|\b(\d+)[-_ ]?layers?\b", re.I)
+LAYERS = re.compile(r"(?:^|[-_ ])l([1-9]\d*)\b|\b([1-9]\d*)[-_ ]?layers?\b", re.I)
 """A name that says of how many layers a part of a model has: deepseek-v2-l4."""
 
 
@@ -318,7 +316,7 @@ def named(text: str) -> Model | None:
         return None
     model, part = of_entry(entry), LAYERS.search(text)
     layers = int(part[1] or part[2]) if part else model.layers
-    return replace(model, layers=layers, plain=min(model.plain, layers))
+    return replace(model, layers=layers, plain=model.plain * (layers == model.layers))
 
 
 def near(text: str) -> list[str]:

@@ -80,10 +80,7 @@ def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> No
     for rank, (kind, stage, _), start, end in steps:
         if rank < DRAWN:
             shade = 1.0 - 0.5 * (stage // stages / max(chunks - 1, 1)) if chunks > 1 else 0.9
-            axes.barh(
-                rank, end - start, left=start, color=COLORS[kind], alpha=shade, height=0.9, edgecolor="white",
-                linewidth=0.3,
-            )  # fmt: skip
+            axes.barh(rank, end - start, left=start, color=COLORS[kind], alpha=shade, height=0.9, edgecolor="white", linewidth=0.3)  # fmt: skip
     done = max(end for *_, end in steps)
     for name in ("gradients", "update"):
         took = float(getattr(found.cost, name)[0])

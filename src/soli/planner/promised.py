@@ -58,7 +58,7 @@ def _on(cluster: Cluster, precision: str) -> Any:
         fix = f"say it in the cluster's file: [tflops] {precision} = ..."
         raise SoliError(f"what {cluster.device.name} multiplies of {precision} is not known", allowed=", ".join(cluster.device.tflops), fix=fix)
     said = of_device(cluster.device, precision)
-    return SimpleNamespace(**said, number=max(said["low"], 2.0), devices=float(cluster.size))
+    return SimpleNamespace(**said, number=max(said["low"], 2.0), devices=float(cluster.size), launches=1.0)
 
 
 def _seconds(call: Call, cluster: Cluster, k: Any) -> float:

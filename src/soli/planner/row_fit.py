@@ -56,7 +56,7 @@ def fitted(found: Row) -> None:
 
 
 def narrowed(point: Mapping[str, float], bits: float, other: float) -> float:
-    """Bytes a parameter where matrices have so many bits, and 32 more for 64 elements (arXiv 2305.14314, 2), and tables `other` bytes."""
+    """Bytes a parameter where matrices have so many bits, few ones 32 more for 64 elements (arXiv 2305.14314, 2), and tables no less than `other` bytes."""
     p = points([point])
     tables = float((2 - p.tied[0]) * p.vocab[0] * p.hidden[0] / memory.parameters(p)[0])
-    return (bits + 32 / 64) / 8 * (1 - tables) + other * tables
+    return (bits + 32 / 64 * (bits < 16)) / 8 * (1 - tables) + max(other, bits / 8) * tables

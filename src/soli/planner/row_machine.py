@@ -11,6 +11,7 @@ from soli.planner.cost.programs import SAID
 from soli.planner.hardware import interconnect
 from soli.planner.hardware.clusters import read_cluster, unknown
 from soli.planner.hardware.devices import Device
+from soli.planner.hardware.networks import networks
 from soli.planner.row import Row, Said
 from soli.planner.spellings import device, mentioned, precision, switch
 
@@ -89,7 +90,7 @@ def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -
     """What a row says of servers and of what joins them, where it differs from the device's usual one."""
     cell, gpu = text(row, "interconnect"), text(row, "gpu")
     # "2 nodes, 25 Gbit/s Ethernet"
-    told = re.match(r"(\d+) (?:nodes?|servers?|machines)\b(?! *(?:per|of|with|in|a)\b)", cell)
+    told = re.match(r"([1-9]\d*) (?:nodes?|servers?|machines)\b(?! *(?:per|of|with|in|a)\b)", cell)
     nodes = said["nodes"] or 0.0
     if told and said["gpus"] and said["gpus"] % float(told[1]) == 0 and not interconnect.server(f"{cell} {gpu}"):
         nodes = nodes or float(told[1])
@@ -97,7 +98,7 @@ def network_of(row: Mapping[str, str], said: Said, device: Device, found: Row) -
     node = interconnect.server(f"{cell} {gpu}") or device.node
     if per_node and device.node <= 16:  # servers of a rack that is one domain of NVLink say nothing
         node = max(int(per_node), 1)
-    beside = gpu if INSTANCE.search(gpu) else ";".join(re.findall(r"\((.*)\)", gpu))
+    beside = gpu if INSTANCE.search(gpu) or gpu.lower() in networks() else ";".join(re.findall(r"\((.*)\)", gpu))
     device, odd = interconnect.joined(replace(device, node=node), cell, beside)
     found.inferred += odd
     return {

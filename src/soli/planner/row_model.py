@@ -37,7 +37,9 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     model = known if known and _lacks(row, said, known) else None
     if model:
         found.inferred.append(f"model={model.name}")
-        said = dict.fromkeys(COLUMNS) | of_model(model) | {name: value for name, value in said.items() if value is not None}
+    same = known and all(said[name] in (None, getattr(known, name)) for name in ("hidden", "heads"))
+    if known and (model or same):  # what has all that is needed may leave out keys' heads and shared experts
+        said = dict.fromkeys(COLUMNS) | of_model(known) | {name: value for name, value in said.items() if value is not None}
     layers, hidden, total = _sizes(row, said, found)
     if layers is None or hidden is None:
         return {}
@@ -56,11 +58,11 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
     told = meant("gated", text(row, "notes").lower())
     usual = told if told is not None else meant("families_gated", name.lower()) or experts > 0
-    gated = float(true(row, "swiglu") or ("swiglu" not in row and bool(usual)))
+    gated = float(bool(switch(text(row, "swiglu"))) or "glu" in text(row, "swiglu").lower() or ("swiglu" not in row and bool(usual)))
     family = " ".join(text(row, n) for n in ("model", "test_case", "arch")).lower()
     head_size = said["head_size"] or meant("heads", family) or hidden / heads  # of some families heads are wider together than the model
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
-    latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla")
+    latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla") or true(row, "multi_latent_attention") or SILENT.fullmatch(text(row, "kv_lora_rank")) is None
     said_tied = switch(text(row, "tied"))
     rest = (total or 0.0) * 1e9 - layers * attention - (1 if said_tied else 2) * vocab * hidden
     if experts:
@@ -73,7 +75,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         ffn = found.assumed(said, "ffn", 4 * hidden)
         if total and rest > 0 and told is None:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
-    tied = not true(row, "untie") if "untie" in row else (not gated if said_tied is None else said_tied)
+    tied = not switch(text(row, "untie")) if "untie" in row else (not gated if said_tied is None else said_tied)
     if known and told is None and switch(text(row, "swiglu")) is None and said["ffn"] in (None, known.ffn):
         gated = float(known.gated)
     if known and said_tied is None and switch(text(row, "untie")) is None:
@@ -85,6 +87,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         "compressed": compressed(hidden, heads, 1536 if hidden > 2048 else 0) if latent else 0.0,
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
         "tied": float(tied), "window": float(known.window) if known else 0.0, "windowed": known.windowed if known else 0.0,
+        "plain": float(known.plain) if known and experts else 0.0, "plain_ffn": float(known.plain_ffn if known and known.plain_ffn else ffn),
     }  # fmt: skip
 
 
@@ -124,18 +127,14 @@ def _meant(row: Mapping[str, str], said: Said) -> Model | None:
 
 def _lacks(row: Mapping[str, str], said: Said, model: Model) -> bool:
     """Whether a row leaves something out that the published model says."""
-    needed = ["layers", "hidden", "heads", "ffn", "vocab"]
-    if model.experts:
-        needed[3:4] = [] if said["moe_ffn"] else ["ffn"]
-        needed += [] if MOE.search(called(row)) else ["experts"]
+    experts = ["experts"] * bool(model.experts and not MOE.search(called(row)))
+    needed = ["layers", "hidden", "heads", "moe_ffn" if model.experts and said["moe_ffn"] else "ffn", "vocab", *experts]
     return any(said[name] is None for name in needed)
 
 
 def of_model(model: Model) -> Said:
     """What a published model's row would say."""
-    found: Said = {
-        name: getattr(model, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_size")
-    }  # fmt: skip
+    found: Said = {name: getattr(model, name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "head_size")}  # fmt: skip
     if model.experts:
         routed = model.active - model.shared
         found |= {"experts": model.experts, "topk": routed, "shared": model.shared, "moe_ffn": model.ffn}

@@ -180,6 +180,8 @@ def _degrees(said: Said, point: dict[str, float], found: Row) -> dict[str, float
         found.inferred += [] if each else [f"{DEVICES}{gpus:g}"]
     elif nodes and each and gpus != nodes * each:
         found.refused.append(f"{nodes:g} nodes of {each:g} are {nodes * each:g}, and it has {gpus:g} gpus")
+    if gpus is None and dp is None and said["shard_group"]:
+        dp = shared * (said["replicate"] or 1.0)
     if gpus is None and dp is None:
         model = pp * tp * cp
         gpus = model * max(ceil(max(point.get("node", 1.0), pp * ep) / model), 1)
@@ -314,7 +316,7 @@ def _zero(row: Mapping[str, str], shard: str, zero: float | None, point: Mapping
         # Megatron-Core's recipes of since then shard the optimizer; nanotron's bench runs of a model of 1.2B keep 7.6 GB of states at dp=16
         if found.framework == spellings.NANOTRON or (found.framework == MEGATRON and found.generation in FLASH_SINCE):
             usual = 1.0
-        zero = 3.0 if sharded else float(true(row, "dist_opt"))
+        zero = 3.0 if sharded else (spellings.sharding(text(row, "dist_opt")) or spellings.Sharding()).zero or float(true(row, "dist_opt"))
         if not zero and "dist_opt" not in row:
             zero = usual if program.zero is None else program.zero
             found.inferred.append(f"zero={zero:g}")

@@ -67,10 +67,7 @@ def sharding(said: str) -> Sharding | None:
     group = GROUPED.search(OTHERS.sub(";", STAGE.sub(" ", plain)))
     copied = bool(re.search(r"hybrid|hsdp|(?:full_shard|fsdp) ?\+ ?d?dp\b(?! ?att)", plain)) and zero != 0.0
     replicate = re.search(r"replicat\w*[\s=:]*(\d+)", plain)
-    return Sharding(
-        zero, offload, copied,
-        size or (int(group[1] or group[2]) if group else 0), copies or (int(replicate[1]) if replicate else 0),
-    )  # fmt: skip
+    return Sharding(zero, offload, copied, size or (int(group[1] or group[2]) if group else 0), copies or (int(replicate[1]) if replicate else 0))  # fmt: skip
 
 
 def recomputation(said: str) -> tuple[float, float, int] | None:
@@ -85,7 +82,7 @@ def recomputation(said: str) -> tuple[float, float, int] | None:
     part = re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", words)
     count = re.search(r"(\d+) ?layers|(?:block|layers)\D{0,3}(\d+)", words)
     share = min(float(part[1]) / max(float(part[2]), 1.0), 1.0) if part else 1.0
-    if some := re.search(r"(\d+(?:\.\d+)?) ?%|every[ _-]?(\d+)|^(?:partial|half|some layers)", words):
+    if some := re.search(r"(\d+(?:\.\d+)?) ?%|every[ _-]?([1-9]\d*)|^(?:partial|half|some layers)", words):
         share = min(float(some[1]) / 100, 1.0) if some[1] else 1 / float(some[2] or 2)
     # Uniform recomputation counts the layers of a piece, and recomputes them all (Megatron-LM, recompute_num_layers).
     several = count and not part and "uniform" not in words and share == 1

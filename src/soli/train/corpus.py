@@ -81,8 +81,7 @@ def documents(data: Data) -> Iterator[Document]:
         room -= _size(document)
         yield document
     if not any_text:
-        allowed = "at least two documents"
-        raise SoliError("the data holds no text", got=data.path, allowed=allowed, fix="check data.path")
+        raise SoliError("the data holds no text", got=data.path, allowed="at least two documents", fix="check data.path")
 
 
 def _size(document: Document) -> int:
@@ -113,8 +112,7 @@ def _stdlib() -> Iterator[Document]:
     every = (path.relative_to(root) for path in root.rglob("*.py"))
     files = sorted(path for path in every if not LEFT_OUT & set(path.parts))
     if not files:
-        fix = "give a text file or folder: --data PATH"
-        raise SoliError("this Python has no source of its standard library", got=root, fix=fix)
+        raise SoliError("this Python has no source of its standard library", got=root, fix="give a text file or folder: --data PATH")
     for file in files:
         # _sysconfigdata_*.py records how this Python was built: paths of one machine, no program.
         if not file.name.startswith("_sysconfigdata"):
@@ -160,8 +158,7 @@ def _lines(path: Path, field: str) -> Iterator[Document]:
             try:
                 row = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                got = f"{line[:60]!r}: {error}"
-                raise SoliError(f"{place}: not JSON", got=got, allowed="one JSON object a line") from error
+                raise SoliError(f"{place}: not JSON", got=f"{line[:60]!r}: {error}", allowed="one JSON object a line") from error
             yield Document(f"{path.name}:{number}", _field(row, field, place))
 
 
@@ -183,8 +180,7 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
         data = datasets.load_from_disk(str(path))
     if isinstance(data, datasets.DatasetDict):
         if "train" not in data:
-            fix = f"give the folder of one split, {path / next(iter(data))}"
-            raise SoliError("the dataset has no split `train`", got=", ".join(data), fix=fix)
+            raise SoliError("the dataset has no split `train`", got=", ".join(data), fix=f"give the folder of one split, {path / next(iter(data))}")
         data = data["train"]
     if field not in data.column_names:
         got = ", ".join(data.column_names)

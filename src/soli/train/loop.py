@@ -107,8 +107,7 @@ def _set_up(config: Config, resume: Path | None) -> _Job:
     if resume is not None:
         newest = soli.checkpoint.latest(folder / "checkpoints")
         if newest is None:
-            what = "the run has no checkpoint to resume from"
-            raise on_all_ranks(what, got=folder / "checkpoints", fix="start it anew with its config.toml")
+            raise on_all_ranks("the run has no checkpoint to resume from", got=folder / "checkpoints", fix="start it anew with its config.toml")
         engine.load(newest)
         schedule.steps = config.run.steps  # the checkpoint brought its own, and the rate of its next step
         for group in engine.optimizer.param_groups:

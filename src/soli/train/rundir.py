@@ -1,6 +1,7 @@
 """The run directory: its name, what is written into it once, and what a resumed run finds there."""
 
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -62,6 +63,12 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
     A resumed run writes its environment beside the first one's. Raises SoliError when the data it finds is
     not the data that it began with.
     """
+    try:
+        fcntl.lockf(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError as error:
+        raise SoliError("another job goes on with this run", got=folder, fix="wait until it has ended") from error
+    except OSError as error:  # of a file system without locks
+        print(f"soli: {folder} cannot be locked ({error.strerror}): see that no other job goes on with this run", file=sys.stderr)
     data = {
         "key": tokens.key, "vocab": tokens.train.vocab, "train": str(tokens.train.path), "validation": str(tokens.validation.path),
         "tokens": [len(tokens.train), len(tokens.validation)],
@@ -72,8 +79,7 @@ def begin(folder: Path, config: Config, tokens: Tokens) -> None:
         if (before["key"], before["tokens"]) != (data["key"], data["tokens"]):
             got = f"{config.data.path}: key {data['key']}, {data['tokens']} tokens"
             allowed = f"key {before['key']}, {before['tokens']} tokens"
-            fix = "give the same data, or start a new run"
-            raise SoliError("the data is not what this run began with", got=got, allowed=allowed, fix=fix)
+            raise SoliError("the data is not what this run began with", got=got, allowed=allowed, fix="give the same data, or start a new run")
         env = f"env-{datetime.datetime.now():%Y%m%d-%H%M%S}.json"
     else:  # a resumed run's is written when its checkpoint was read: what is refused changes nothing
         settings.write(config, folder / CONFIG)
@@ -135,7 +141,7 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
         newest = latest(resume / "checkpoints")
         # what its own file says may have been edited since
         saved: dict[str, Any] = read_manifest(newest).state if newest else {"extra": {}, "step": -1}
-        began, later = saved["extra"].get("config"), sorted(place.name for place in (resume / "checkpoints").glob("[0-9]*") if place.name.isdigit())
+        began, later = saved.get("extra", {}).get("config"), sorted(place.name for place in (resume / "checkpoints").glob("[0-9]*") if place.name.isdigit())
         if odd := [name for name in later if newest and int(name) > saved["step"]]:
             fix = f"remove them, and the run goes on from step {saved['step']}; or mend them"
             raise on_all_ranks("later checkpoints are not whole, and in the way of those that this run would save", got=", ".join(odd), fix=fix)

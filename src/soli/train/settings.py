@@ -108,6 +108,8 @@ def _check(name: str, value: Any, kind: type, entry: Field[Any], place: str) -> 
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if type(value) is not kind and not (kind is float and number):
         return Problem(f"{name} has the wrong type", got, KIND_WORDS[kind], default)
+    if kind is str and value != value.encode(errors="replace").decode():
+        return Problem(f"{name} is no text that a file of settings can hold", ascii(value), "UTF-8")
     if choices and value not in choices:
         fix = nearest(str(value), choices, default, 0.5)
         return Problem(f"{name} is none of its choices", got, ", ".join(choices), fix)

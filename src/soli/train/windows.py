@@ -83,8 +83,7 @@ def open_tokens(path: Path) -> Span:
     count, rest = divmod(size, DTYPES[dtype].itemsize)
     if rest or count != header.get("tokens", count) or count < 2:
         allowed = f"{header['tokens']} ids of {dtype}" if "tokens" in header else f"two ids of {dtype} or more"
-        fix = "write both again"
-        raise SoliError(f"{path} is not what {beside.name} says", got=f"{size} bytes", allowed=allowed, fix=fix)
+        raise SoliError(f"{path} is not what {beside.name} says", got=f"{size} bytes", allowed=allowed, fix="write both again")
     span = Span(path, dtype, vocab, 0, count, header.get("bytes") or None)
     if (largest := int(span.ids().max())) >= vocab:
         raise SoliError(f"{path} holds an id outside its vocabulary", got=largest, allowed=f"below {vocab}")

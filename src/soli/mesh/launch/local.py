@@ -47,6 +47,7 @@ ERROR, STACKS, WAITS = "SOLI_ERROR_FILE", "SOLI_STACKS_FILE", "SOLI_WAITS_FILE"
 FILES = {ERROR: "error{}.json", STACKS: "stacks{}.txt", WAITS: "waits{}.json"}
 """What a rank writes for the launcher: the variables that name its files to it, and their names."""
 _PR_SET_PDEATHSIG = 1
+_SHOWING = threading.Lock()
 
 
 @dataclass(kw_only=True)
@@ -120,9 +121,9 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
         meeting = _meeting(port, chosen)
         with _told_to_end():
             code = _code_of(n, argv, meeting, folder, logged, all_ranks)
-            if code not in (0, INTERRUPTED, TERMINATED):
-                _sweep(meeting["SOLI_JOB"])
-            return code
+        if code not in (0, INTERRUPTED, TERMINATED):
+            _sweep(meeting["SOLI_JOB"])
+        return code
     finally:
         if log_dir is None and not logged:
             shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
@@ -153,8 +154,10 @@ def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, log
             ranks.append(_start(number, n, argv, meeting, folder, log, prefixed))
         relays = [relay for rank in ranks for relay in _relays(rank)] if prefixed else []
         failed = _watch(ranks)
-        for relay in relays:
-            relay.join(timeout=1.0)
+        quiet = time.time()  # a child of a rank's may hold its output; who reads slowly (a pager) is waited for
+        while any(relay.is_alive() for relay in relays) and time.time() - quiet < 1.0:
+            quiet = time.time() if _SHOWING.locked() else quiet
+            time.sleep(_POLL_SECONDS)
     except (KeyboardInterrupt, _Terminated) as told:
         told_to = isinstance(told, _Terminated)
         _interrupt(ranks, signal.SIGTERM if told_to else None)
@@ -199,8 +202,7 @@ def _port(n: int) -> int:
             why = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
             what = f"port {said} on 127.0.0.1 {why}, so the ranks cannot meet there"
             got = f"MASTER_PORT={said}: {error.strerror}"
-            fix = "unset MASTER_PORT, and soli finds a free one"
-            raise SoliError(what, got=got, allowed="a free port", fix=fix) from error
+            raise SoliError(what, got=got, allowed="a free port", fix="unset MASTER_PORT, and soli finds a free one") from error
         return int(said) if said else int(probe.getsockname()[1])
 
 
@@ -217,17 +219,13 @@ def _start(rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: 
         "PYTHONUNBUFFERED": "1",  # a rank that is killed has written all that it printed
         **{name: str(made.file(name).absolute()) for name in FILES},
     }
-    output: IO[str] | int | None = log.open("w", encoding="utf-8") if log else subprocess.PIPE if piped else None
-    try:
+    wrong = lambda error: SoliError("the program cannot be started", got=f"{error.filename or argv[0]}: {error.strerror}")
+    with blaming(wrong, OSError), ExitStack() as ours:  # the child has its own
+        output: IO[str] | int | None = ours.enter_context(log.open("w", encoding="utf-8")) if log else subprocess.PIPE if piped else None
         made.process = subprocess.Popen(
-            argv, env=env, stdout=output, stderr=subprocess.STDOUT if log else output, text=True, errors="replace",
-            preexec_fn=_with_the_launcher(os.getpid()),
+            argv, env=env, stdin=subprocess.DEVNULL if rank else None, stdout=output, stderr=subprocess.STDOUT if log else output, text=True,
+            encoding=sys.stdout.encoding, errors="backslashreplace", preexec_fn=_with_the_launcher(os.getpid()),
         )  # fmt: skip
-    except OSError as error:
-        raise SoliError("the program cannot be started", got=f"{argv[0]}: {error.strerror}") from error
-    finally:
-        if output is not None and not isinstance(output, int):
-            output.close()  # the child has its own
     made.seen = time.time()
     return made
 
@@ -250,9 +248,10 @@ def _relays(rank: _Rank) -> list[threading.Thread]:
     """Threads that show a rank's output line by line."""
 
     def relay(source: IO[str], shown: TextIO) -> None:
-        for line in source:
-            shown.write(f"[{rank.rank}] {line.rstrip()}\n")
-            shown.flush()
+        with source, suppress(OSError):  # nobody reads it any more, and the rank is to find out
+            for line in source:
+                with _SHOWING:
+                    print(f"[{rank.rank}] {line.rstrip()}", file=shown, flush=True)
 
     pairs = ((rank.process.stdout, sys.stdout), (rank.process.stderr, sys.stderr))
     threads = [threading.Thread(target=relay, args=pair, daemon=True) for pair in pairs if pair[0] is not None]
@@ -338,7 +337,7 @@ def _interrupt(ranks: list[_Rank], signalled: signal.Signals | None) -> None:
             print(f"soli: ranks may take {ASKED_SECONDS:g} s to end; Ctrl-C ends them now", file=sys.stderr)
             _wait(ranks, ASKED_SECONDS)
         _send(ranks, signal.SIGTERM, TERM_SECONDS)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, _Terminated):
         print("soli: ending the ranks now", file=sys.stderr)
     _send(ranks, signal.SIGKILL, KILL_SECONDS)
 
@@ -350,7 +349,7 @@ def _ended(rank: _Rank) -> Ended:
         rank.stacks = rank.file(STACKS).read_text(encoding="utf-8", errors="replace")
     if rank.log is not None:
         if rank.error:
-            with rank.log.open("a", encoding="utf-8") as log:
+            with suppress(OSError), rank.log.open("a", encoding="utf-8", errors="backslashreplace") as log:
                 log.write(rank.error["text"])
         rank.tail = rank.log.read_text(encoding="utf-8", errors="replace")[-2000:]
     return rank

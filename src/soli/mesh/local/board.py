@@ -177,8 +177,9 @@ class Board:
         while words[base + READY] < MEETINGS * number + meeting:
             yield
         self.order()
-        if meeting == 1 and words[base + SUMS + number % AHEAD] != operation.checksum:
-            raise self.fail(self._mismatch(number))
+        for one in (max(number - 1, 0), number) if meeting == 1 else ():  # the last one too: roots of it may have looked at nobody
+            if words[base + SUMS + one % AHEAD] != words[self.rank * WORDS + SUMS + one % AHEAD]:
+                raise self.fail(self._mismatch(one))
 
     def order(self) -> None:
         """Stores before this are seen before stores after it."""

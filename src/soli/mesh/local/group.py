@@ -277,8 +277,7 @@ def _op(opts: Any) -> Any:
 def _refuse(tensor: Tensor) -> None:
     if tensor.device.type != "cpu" or tensor.is_sparse:
         got = f"a {'sparse' if tensor.is_sparse else tensor.device} tensor"
-        fix = "take nccl for CUDA tensors, or move the tensor to the CPU"
-        raise SoliError("the local backend moves dense CPU tensors", got=got, fix=fix)
+        raise SoliError("the local backend moves dense CPU tensors", got=got, fix="take nccl for CUDA tensors, or move the tensor to the CPU")
 
 
 def _flat(tensor: Tensor) -> Tensor:

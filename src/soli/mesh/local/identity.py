@@ -75,8 +75,7 @@ def _check(ranks: list[Identity]) -> None:
     for name, what in (("torch", "versions of torch"), ("protocol", "versions of soli's local backend")):
         if len({getattr(rank, name) for rank in ranks}) > 1:
             got = "; ".join(f"rank {i}: {getattr(rank, name)}" for i, rank in enumerate(ranks))
-            fix = "install the same versions of soli and torch for every rank"
-            raise failure(f"the ranks have different {what}", got=got, fix=fix)
+            raise failure(f"the ranks have different {what}", got=got, fix="install the same versions of soli and torch for every rank")
     for i, rank in enumerate(ranks):
         first, one = next((j, other) for j, other in enumerate(ranks) if other.host == rank.host)
         if (rank.kernel, rank.processes) != (one.kernel, one.processes):

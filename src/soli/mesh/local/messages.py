@@ -17,7 +17,7 @@ WRITTEN, READ, HEADS = 0, 1, 2
 TAG, TOTAL, CHECKSUM, USED = 0, 1, 2, 3  # of a cell
 
 
-@dataclass
+@dataclass(eq=False)
 class Message:
     """What arrives, or is expected: `data` are its bytes."""
 

@@ -168,9 +168,12 @@ class Engine:
             return False
         except StopIteration:
             pass
-        except Exception as error:  # it is the operation's: whoever waits for it gets it
-            work.error = error
-            work.board.breaks(error)
+        except BaseException as error:  # it is the operation's: whoever waits for it gets it; Ctrl-C ends it halfway, too
+            work.error = error if isinstance(error, Exception) else RuntimeError(f"it was interrupted by {type(error).__name__}")
+            work.board.breaks(work.error)
+            if work.error is not error:
+                work.done = True
+                raise
         work.done = True
         return True
 

@@ -45,10 +45,7 @@ def attention(run: Run, given: dict[str, Any]) -> Tensor | None:
         result = _by_heads(run, q, k, v, mask, queries, keys, causal, scale)
     else:
         inner, outer = run.rings or (None, None)
-        result = ring.attention(
-            q, k, v, of_q=queries, of_k=keys, axis=run.axis, causal=causal, mask=mask, scale=scale, inner=inner,
-            outer=outer,
-        )  # fmt: skip
+        result = ring.attention(q, k, v, of_q=queries, of_k=keys, axis=run.axis, causal=causal, mask=mask, scale=scale, inner=inner, outer=outer)  # fmt: skip
     return cut(result, found)
 
 
@@ -90,10 +87,7 @@ def _hidden(of_q: Spans, keys: int, rank: int, device: torch.device) -> Tensor:
     return torch.arange(keys, device=device) > places.unsqueeze(1)
 
 
-def _alone(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, of_q: Split, run: Run, causal: bool,
-    scale: float | None, grouped: bool,
-) -> Tensor:  # fmt: skip
+def _alone(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, of_q: Split, run: Run, causal: bool, scale: float | None, grouped: bool) -> Tensor:  # fmt: skip
     """Of keys that every rank has."""
     if causal:
         seen = ~_hidden(_spans(run, of_q), k.shape[-2], run.axis.index, q.device)
@@ -101,10 +95,7 @@ def _alone(
     return F.scaled_dot_product_attention(q, k, v, mask, 0.0, scale=scale, enable_gqa=grouped)
 
 
-def _by_heads(
-    run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, of_q: Spans, of_k: Spans, causal: bool,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
+def _by_heads(run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, of_q: Spans, of_k: Spans, causal: bool, scale: float | None) -> Tensor:  # fmt: skip
     axis, h, g = run.axis, q.shape[-3], k.shape[-3]
     of_heads, of_groups = ulysses.shared_heads(h, g, axis.size)
     first, last = of_heads[axis.index]

@@ -140,6 +140,8 @@ class Pipeline:
                 self._total, self._counted = self._total + float(total.detach()), self._counted + count
             if count or self.plan.together:
                 flight.outputs = [total * self._scale]
+            else:
+                self.reducer.uncounted(total)
 
     @contextmanager
     def backward(self, flight: Flight) -> Iterator[None]:

@@ -160,12 +160,11 @@ class Stage(PipelineStage):
         self._land(bwd_chunk_id)
 
     def _pass(self, flight: Flight, number: int) -> None:
-        """The gradients of what was received, for the stage before; zero where nothing used it."""
+        """The gradients of what was received, for the stage before; where nothing used it a NaN that nobody computes, in the place of none: zeros would make weights decay."""
         values = self._known(number).incoming
-        flight.passed = [
-            None if not value.requires else torch.zeros_like(leaf) if grad is None else grad
-            for value, leaf, grad in zip(values, flight.leaves, flight.passed or [None] * len(values), strict=True)
-        ]
+        none = lambda x: torch.full((x.numel() * x.element_size(),), 255, dtype=torch.uint8, device=x.device).view(x.dtype).view(x.shape)
+        found = [leaf.grad if grad is None else grad for leaf, grad in zip(flight.leaves, flight.passed or [None] * len(values), strict=True)]
+        flight.passed = [None if not v.requires else none(leaf) if grad is None else grad for v, leaf, grad in zip(values, flight.leaves, found, strict=True)]
         for leaf in flight.leaves:
             leaf.grad = None
 
@@ -200,7 +199,8 @@ class Stage(PipelineStage):
 def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs that have a gradient function, and the gradients that came for them (None: 1, of a loss)."""
     pairs = zip(flight.outputs, flight.gradients or [None] * len(flight.outputs), strict=True)
-    found = [(x, g) for x, g in pairs if x.requires_grad and (g is not None or x.dim() == 0)]
+    there = lambda x, g: x.dim() == 0 if g is None else not g.numel() or not bool((g.reshape(-1)[:1].view(torch.uint8) == 255).all())
+    found = [(x, g) for x, g in pairs if x.requires_grad and there(x, g)]
     return [x for x, _ in found], [g for _, g in found]
 
 

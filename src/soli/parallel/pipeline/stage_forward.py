@@ -80,8 +80,7 @@ class StageForward(Watch):
                 out = as_value(func, func(*tree_map(_absent, _by_places(func, args)), **tree_map(_absent, kwargs)))
         except (RuntimeError, TypeError) as error:
             what = f"{name_of(func)} between the blocks cannot be followed without its values: {error}".split("\n")[0]
-            fix = "do it inside a block, or use pp=1"
-            raise SoliError(what, got=f"stage {self.stage}, {self.trace.place(self.gap)}", fix=fix) from error
+            raise SoliError(what, got=f"stage {self.stage}, {self.trace.place(self.gap)}", fix="do it inside a block, or use pp=1") from error
         return self._replaced(func, args, out)
 
     def device_of(self, x: Tensor) -> torch.device:
@@ -120,8 +119,7 @@ class StageForward(Watch):
             if x.is_meta or getattr(x, "_run", self.run) != self.run:
                 what = f"{name_of(func)} reads a value that this stage does not have, {self.trace.place(self.gap)}"
                 got = f"stage {self.stage}; a value of another stage, or one that an earlier forward left"
-                fix = "hand values from block to block as arguments and results, or use pp=1"
-                raise SoliError(what, got=got, fix=fix)
+                raise SoliError(what, got=got, fix="hand values from block to block as arguments and results, or use pp=1")
 
     def _seen(self, func: Any, made: list[Tensor], live: list[Tensor]) -> None:
         for leaf, (name, x) in enumerate(zip(self._names(func, made), made, strict=True)):
@@ -151,8 +149,7 @@ class StageForward(Watch):
     def _strayed(self, what: str) -> SoliError:
         what = f"the forward took another path than on the first batch: {self.trace.place(self.gap)} came {what}"
         allowed = "the same calls between the blocks for every batch"
-        fix = "put what depends on the batch inside a block, or use pp=1"
-        return SoliError(what, got=f"stage {self.stage}", allowed=allowed, fix=fix)
+        return SoliError(what, got=f"stage {self.stage}", allowed=allowed, fix="put what depends on the batch inside a block, or use pp=1")
 
     # --- units ----------------------------------------------------------------------------------------
 

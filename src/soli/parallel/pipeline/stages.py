@@ -96,8 +96,7 @@ def check_buffers(model: nn.Module, trace: Trace, stages: Stages) -> None:
     if bad:
         what = f"{bad[0]} is changed in the forward, and several stages have it"
         allowed = "buffers that one block has for itself, or that are read and changed after the last stage's begin"
-        fix = "change it inside a block that is called once, or use pp=1"
-        raise on_all_ranks(what, got=", ".join(bad), allowed=allowed, fix=fix)
+        raise on_all_ranks(what, got=", ".join(bad), allowed=allowed, fix="change it inside a block that is called once, or use pp=1")
     for name, (read, changed) in early(trace, stages).items():
         if name not in trace.passing:
             what = f"{name} is read by a stage whose forward ends before it is changed: there it would stay as it is"

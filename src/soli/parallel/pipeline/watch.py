@@ -274,8 +274,7 @@ def storage_of(x: Tensor) -> int:
         return int(x.untyped_storage()._cdata)
     except NotImplementedError as error:
         what = "a tensor between the blocks has no memory that stages are told apart by: one of torch.func.vmap's, of copies that run at once, or a sparse one"
-        fix = "do it inside a block, call copies one after the other, or use pp=1"
-        raise on_all_ranks(what, got=str(error).split("\n")[0], fix=fix) from error
+        raise on_all_ranks(what, got=str(error).split("\n")[0], fix="do it inside a block, call copies one after the other, or use pp=1") from error
 
 
 def _numbers(x: Any, levels: int = 2) -> Any:
@@ -455,8 +454,7 @@ class Tracer(Watch):
             return TENSOR
         what = f"{unit} returns an object that a pipeline cannot hand on"
         allowed = "tensors that are not nested, numbers, text and None, in tuples, lists, dicts and dataclasses of Hugging Face"
-        fix = "return the tensors themselves, or use pp=1"
-        raise on_all_ranks(what, got=type(leaf).__name__, allowed=allowed, fix=fix)
+        raise on_all_ranks(what, got=type(leaf).__name__, allowed=allowed, fix="return the tensors themselves, or use pp=1")
 
     def _made(self, x: Tensor, name: Name) -> None:
         x._live, x._run = name, self.run  # type: ignore[attr-defined]

@@ -89,8 +89,7 @@ def running(levels: Sequence[Run]) -> Iterator[None]:
             yield
         if written := [name for run in levels for x, version, name in run.lent if x._version != version]:
             what = "the model writes into a view of a tensor that is cut over ranks: it would write into a copy"
-            fix = "x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor"
-            raise on_all_ranks(what, got=f"in place, of what {written[0]} gave", fix=fix)
+            raise on_all_ranks(what, got=f"in place, of what {written[0]} gave", fix="x[:, 0] = y in place of x[:, 0].copy_(y), or a new tensor")
     finally:
         for run in levels:
             run.lent.clear()
@@ -297,8 +296,7 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
             return call(func, *args, **kwargs)
     elif misfit.flat:
         what = f"{misfit.why}, which it did not on the first batch"
-        fix = 'say so before: roles={"that weight": "replicated"}'
-        raise SoliError(what, got=", ".join(sorted(misfit.origins)), fix=fix)
+        raise SoliError(what, got=", ".join(sorted(misfit.origins)), fix='say so before: roles={"that weight": "replicated"}')
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
     into = tree_leaves(kwargs.get("out", args[0] if args and in_place(func) else ()))  # several of torch._foreach_mul_

@@ -102,8 +102,7 @@ class Finder:
             for param in params:
                 del param.cuts  # type: ignore[attr-defined]
                 param.__class__ = nn.Parameter
-        what = f"no layout was found in {PASSES} runs of the model"
-        raise SoliError(what, fix="run with tp=1, and tell us of this model")
+        raise SoliError(f"no layout was found in {PASSES} runs of the model", fix="run with tp=1, and tell us of this model")
 
     # --- what the rules ask ---------------------------------------------------------------------------
 

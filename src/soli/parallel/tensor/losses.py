@@ -190,12 +190,15 @@ def gather(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         raise Misfit(blamed(given.values()), "elements of a flat tensor")
     x, dim, index = given["input"], given["dim"] % given["input"].dim(), given["index"]
     split = split_of(x)
+    if along:  # which counts from the end too
+        index = call(torch.where, call(torch.lt, index, 0), call(torch.add, index, shape_of(x)[dim]), index)
     both = dim, dim if split is None else split.dim
     if given.get("out") is not None or (along and any(a != b for d, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if d not in both)):
         raise Misfit(origins_of(s for s in (split, split_of(index)) if s), "a tensor to write to, or an index that is broadcast")
     if split is None or split_of(index) is not None:
         return cut(x.gather(dim, index), _alike([x, index], dim))
     if dim == split.dim:
+        _check_targets(index, split.size, 0)
         return _picked(run, x, split, index)
     if index.shape[split.dim] != split.size:
         raise Misfit(split.origins, "an index that is shorter than the cut dim")
@@ -238,8 +241,9 @@ def elementwise_loss(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """mse_loss, l1_loss, binary_cross_entropy_with_logits, ...: element by element, then a sum or a mean."""
     kwargs = dict(kwargs)
     reduction = kwargs.pop("reduction", "mean")
-    if len(args) > 3 or not isinstance(reduction, str):
-        raise Misfit(blamed(args), "a loss with reduction by position")
+    by_weights = func is F.mse_loss and kwargs.get("weight") is not None and reduction == "mean"
+    if len(args) > 3 or not isinstance(reduction, str) or by_weights:
+        raise Misfit(blamed(args), "a loss with reduction by position, or a mean by weights")
     if any(kwargs.pop(name, None) is not None for name in ("size_average", "reduce")):
         raise Misfit(blamed((*args, *kwargs.values())), "a loss with size_average or reduce")
     each = pointwise(run, func, args, {**kwargs, "reduction": "none"})

@@ -45,10 +45,7 @@ def _own(run: Run, weight: Tensor | None, split: Split) -> Tensor | None:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, size: int, centred: bool,
-        axis: Axis,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, size: int, centred: bool, axis: Axis) -> Tensor:  # fmt: skip
         with torch._C.DisableTorchFunctionSubclass():
             high = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
             if centred:

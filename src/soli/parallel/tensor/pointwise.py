@@ -61,7 +61,7 @@ def pointwise(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         # contiguous() of a part that is so already. Other ranks' parts may not be: what is remembered of a tensor
         # (that it was gathered) must be of the same one everywhere.
         result = result.view_as(result)
-    return _cut_all(result, split)
+    return result if isinstance(result, str) else _cut_all(result, split)  # x.type()
 
 
 def _cut_all(result: Any, split: Split) -> Any:
@@ -105,7 +105,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     flat = bool(rest) and isinstance(rest[0], bool)  # x.std(False): unbiased, and no dim
     names = ("dim", "unbiased", "keepdim")[flat:] if name in ("var", "std") else ("dim", "keepdim")
-    given = dict(zip(names, rest, strict=False)) | {("dim" if k == "axis" else k): v for k, v in kwargs.items()}
+    given = dict(zip(names, rest, strict=False)) | {NAMES["of_numpy"].get(k, k): v for k, v in kwargs.items()}
     dim, keep = given.get("dim"), bool(given.get("keepdim", False))
     count = x.dim()
     dims = range(count) if dim is None or dim == () else [dim] if isinstance(dim, int) else list(dim)

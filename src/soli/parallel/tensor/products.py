@@ -177,7 +177,9 @@ def conv1d(run: Run, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float =
 
 def matmul(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """torch.matmul, mm, bmm and @ on [.., m, k] and [.., k, n]; leading dims broadcast."""
-    a, b = (*args, *kwargs.values())
+    if len(args) + len(kwargs) > 2:
+        raise Misfit(blamed((*args, *kwargs.values())), "a tensor to write to, or a type of the result")
+    a, b = (*args, *(kwargs[name] for name in ("input", "other", "mat2") if name in kwargs))
     if getattr(func, "__name__", "") == "__rmatmul__":
         a, b = b, a
     x, y = len(shape_of(a)), len(shape_of(b))

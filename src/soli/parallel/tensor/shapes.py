@@ -235,7 +235,7 @@ def getitem(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
             result = _sliced(run, result, dim, item)
             dim += 1
         else:
-            result = select(run, result, dim, int(item) % shape_of(result)[dim])
+            result = select(run, result, dim, int(item))
     return result
 
 
@@ -291,7 +291,7 @@ def cat(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
         raise Misfit(origins, "tensors are joined that are cut along different dims")
     if dims != {dim}:
         split = agreed(splits, run.ranks)
-        return cut(torch.cat([_like(run, x, split) for x in tensors], dim), split)
+        return cut(torch.cat([x if split_of(x) else part_of(run, x, split) for x in tensors], dim), split)
     if len(splits) < len(tensors) or len({(s.atoms, s.spans) for s in splits}) > 1:
         raise Misfit(origins, "cut and whole tensors are joined along the cut dim")
     parts = tuple(p for s in splits for p in s.parts)
@@ -305,11 +305,7 @@ def stack(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     if len({s.dim for s in splits}) > 1:
         raise Misfit(origins_of(splits), "tensors are stacked that are cut along different dims")
     split = agreed(splits, run.ranks)
-    return cut(torch.stack([_like(run, x, split) for x in tensors], dim), split.at(split.dim + (dim <= split.dim)))
-
-
-def _like(run: Run, x: Tensor, split: Split) -> Tensor:
-    return x if split_of(x) is not None else part_of(run, x, split)
+    return cut(torch.stack([x if split_of(x) else part_of(run, x, split) for x in tensors], dim), split.at(split.dim + (dim <= split.dim)))
 
 
 def _split(x: Tensor) -> Split:

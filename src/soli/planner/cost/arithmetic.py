@@ -33,10 +33,12 @@ WIDENED = 16.0
 without (QwenLM/Qwen, README). They are 2.5; kernels that look up each value are slow."""
 ROUTED = 8.0
 """Bytes for each value of a token at an expert: there and back, in 16 bits, written and read."""
-ODD, UNALIGNED = 0.85, 1 / 8
+ODD, UNALIGNED, CAREFUL = 0.85, 1 / 8, 0.3
 """Rates of products whose rows are multiples of 8 and not of 64 elements, and of others: without tensor cores an A100 has
 a sixteenth of its flops, and newer libraries use them for a part. BigScience's GPTs show both: 128 heads of 108 took 38% more than 96 of 144, though attention has
-a fortieth of the flops, and a width of 14400 38% more than one of 13824, with 8% more flops."""
+a fortieth of the flops, and a width of 14400 38% more than one of 13824, with 8% more flops. Products with weights whose rows are no
+multiples of 8: eager ones reach about the third; a compiler pads them (Inductor, shape_padding). An MLP of 2730 instead of 2816 leaves a compiled
+step on an A40 as it is, 0.62 s, and an eager one takes 0.95 s (giyushino/torchure, notes/CHANGES.md, notes/DDP.md, and 454ed90 between them)."""
 
 
 def aligned(size: Array) -> Array:
@@ -56,7 +58,7 @@ def product(p: Points, k: Constants, m: Array, n: Array, summed: Array) -> Array
     """
     share, inner = k.product_share * np.where(p.low < 2, k.low_share, 1.0), k.product_half_inner * p.filling
     share = share * m / (m + k.product_half * p.filling) * (n / (n + inner))
-    share = share * summed / (summed + inner) * np.minimum(aligned(n), aligned(summed))
+    share = share * summed / (summed + inner) * np.maximum(np.minimum(aligned(n), aligned(summed)), np.where(p.launches < 1, ODD, CAREFUL))
     moved = p.low * (m * summed + summed * n) + p.number * m * n
     return np.maximum(2.0 * m * n * summed / (p.peak * share), moved / (p.bandwidth * k.stream_share))
 
@@ -168,7 +170,7 @@ def logits(p: Points, k: Constants) -> Array:
     T, V = p.tokens * p.scored, p.vocab / p.tp
     share = k.product_share / (1 + k.product_half * p.filling / np.maximum(T, 1.0))
     share = share * p.hidden / (p.hidden + k.product_half_inner * p.filling)
-    flops = 6.0 * T * V * p.hidden / (p.peak_wide * share)
+    flops = (6.0 - 2 * p.frozen) * T * V * p.hidden / (p.peak_wide * share)
     moved = np.where(p.one_loss > 0, ONE_LOSS * p.number / 2, k.logit_bytes)  # others are in fp32 anyway
     return flops + T * V * (moved + p.number) / (p.bandwidth * k.stream_share)
 
@@ -180,8 +182,8 @@ def embedding(p: Points, k: Constants) -> Array:
 
 def optimizer(p: Points, k: Constants, parameters: Array) -> Array:
     """Seconds of the update of so many parameters: memory alone, by how wide they are kept; or the way to the host and back, and a server's
-    processors, which have the parameters of all its devices to update."""
-    there = parameters * (4.0 + np.minimum(p.node, p.devices) * HOST_ADAM) / p.host
+    processors, which have the parameters of all its devices to update: of a rack that is one domain of NVLink those of a tray's four."""
+    there = parameters * (4.0 + np.minimum(np.where(p.node > 16, 4.0, p.node), p.devices) * HOST_ADAM) / p.host
     bytes_of_usual = np.where(p.fused > 0, np.minimum(k.optimizer_bytes, FUSED), k.optimizer_bytes)
     moved = bytes_of_usual * (p.gradient + 2 * p.moments + 2 * p.weight) / UPDATE
     return np.where(p.offload > 0, there, parameters * moved / (p.bandwidth * k.stream_share))

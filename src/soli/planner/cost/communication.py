@@ -85,12 +85,12 @@ def gathers_of_layer(p: Points, k: Constants, dense: Array, experts: Array) -> t
     Of each microbatch (arXiv 1910.02054, 7.2.2); recomputation uses what the backward gathered. Where gradients are
     whole until the step's end, they are scattered once a step, and a pipeline gathers once.
     """
-    none = np.zeros_like(p.tp)
     if not (p.zero >= 3).any():
-        return none, none, none, none
+        return (np.zeros_like(p.tp),) * 4
     one = np.where(p.zero >= 3, _gather(p, k, dense * p.weight, experts * p.weight) + _ring(p, k), 0.0)
     again = np.where(p.late_sums & (p.pp > 1), 0.0, one)
-    return one, again, again + np.where(p.late_sums, 0.0, one), again + one
+    summed = np.where(p.zero >= 3, _gather(p, k, dense * p.summed, experts * p.summed) + _ring(p, k), 0.0) * (1 - p.frozen)
+    return one, again, again + np.where(p.late_sums, 0.0, summed), again + summed
 
 
 def _gather(p: Points, k: Constants, dense: Array, experts: Array) -> Array:

@@ -10,7 +10,7 @@ KEPT: dict[str, dict[str, float]] = table(__package__, "states.toml")
 """What programs do, by a word for it."""
 ADAM = 8.0
 """Bytes of two moments in fp32, which are among `moments`; all but what soli does and what is aware have the copy of the parameters beside them."""
-LORA = re.compile(r"(?<![a-z])q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
+LORA = re.compile(r"(?<![a-z])(?<![qv]_)(?<!than )(?<!unlike )(?<!vs )(?<!versus )q?lora(?![a-z])|(?<![a-z])peft(?![a-z])", re.I)
 """Fine-tuning of a few weights beside frozen ones."""
 
 FULLY = re.compile(r"\bfull[- ](?:parameters?|weights?|(?:model )?fine[- ]?tun\w*|ft|sft)\b", re.I)
@@ -61,7 +61,7 @@ def _told(found: dict[str, float], copy: float, said: str) -> tuple[dict[str, fl
 
 
 def _of_program(framework: str, precision: str, pipeline: bool, said: str) -> dict[str, float]:
-    wide = bool(re.search("fp32 (?:grad )?reduce", said, re.I))
+    wide = bool(re.search("fp32 (?:grad )?reduce|reduce(?:_grads)?_in_fp32(?![ =:]*(?:false|off|no|0))|reduce(?:_dtype)? (?:fp32|float32)", said, re.I))
     if re.search(r"precision[- _]aware", said, re.I):
         return KEPT["aware"]
     if framework in ("deepspeed", DEEPSPEED) and precision != "fp16" and pipeline:

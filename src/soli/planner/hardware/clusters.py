@@ -23,7 +23,7 @@ from typing import Any
 from soli.core import tables
 from soli.core.errors import Problem, SoliError, nearest, raise_all
 from soli.planner.hardware.devices import NUMBERS, PRECISIONS, UNITS, Device, devices, named, names
-from soli.planner.hardware.networks import joined
+from soli.planner.hardware.networks import joined, networks
 
 SHORT = re.compile(r"([^:@]+?)(?::(\d{1,99})(?:x(\d{1,99}))?)?(?:@(.+))?")
 COUNTED = re.compile(r"^(\d+)\s*x\s*([a-z][^:@]*)", re.I)
@@ -65,7 +65,7 @@ def read_cluster(text: str) -> Cluster:
     if device is None:
         problems.append(unknown(name))
     else:
-        device, problems = joined(replace(device, node=int(per_node or device.node) or device.node), network)
+        device, problems = joined(replace(device, node=int(per_node or device.node) or device.node), network or name.strip().lower() * (name.strip().lower() in networks()))
     for what, number in (("devices a server", per_node), ("servers", nodes)):
         if number and int(number) == 0:
             problems.append(Problem(f"a cluster of no {what}", got=text, allowed="1, 2, 3, ..."))

@@ -1,0 +1,141 @@
+"""What a row or a name says is taken as it is meant, and a row that says more is predicted no worse."""
+
+from __future__ import annotations
+
+from math import isclose
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from soli.planner.cost import arithmetic, communication, memory
+from soli.planner.cost.constants import known, repeated
+from soli.planner.cost.points import points
+from soli.planner.hardware.clusters import read_cluster
+from soli.planner.models import named, read_model
+from soli.planner.predict import predict
+from soli.planner.rows import read
+from test_cost import point, usual
+
+ROW = {"gpu": "H100", "gpus": "64", "global_batch": "128", "seq_len": "4096", "framework": "megatron-core", "tp": "8", "microbatch": "1", "recompute": "full", "precision": "bf16", "sp": "on", "shard": "zero1"}  # fmt: skip
+SIZES = {"layers": "32", "hidden": "4096", "heads": "32", "ffn": "16384", "vocab": "50304"}
+
+
+def parameters(row: dict[str, str]) -> float:
+    found = read(row)
+    assert not found.refused, found.refused
+    return float(memory.parameters(points([found.point]))[0])
+
+
+@pytest.mark.parametrize("name", ["Llama-3-70B", "Llama-3.1-405B", "Falcon-40B", "Gemma-2-27B", "DeepSeek-V3", "Mixtral-8x7B"])
+def test_a_row_that_says_a_known_models_sizes_has_all_of_that_model(name: str) -> None:
+    """Its keys' heads, heads' size, shared experts and layers without experts too, which a row seldom has."""
+    model = named(name)
+    assert model is not None
+    said = {key: str(getattr(model, key)) for key in ("layers", "hidden", "heads", "vocab")}
+    said |= {"experts": str(model.experts), "topk": str(model.active - model.shared), "moe_ffn": str(model.ffn)} if model.experts else {"ffn": str(model.ffn)}
+    alone, told = (parameters(ROW | {"model": name} | more) for more in ({}, said))
+    assert told == alone
+    assert model.experts or isclose(alone, model.parameters, rel_tol=1e-9)  # routers are counted in rows alone
+
+
+def test_layers_of_experts_that_were_cut_from_a_model_have_experts() -> None:
+    """SimuMax' "truncated to 4 layers" of DeepSeek-V3 takes 122 GB, of which its three first ones would take few."""
+    assert [named(name).plain for name in ("deepseek-v3", "deepseek-v3-l4")] == [3, 0]  # type: ignore[union-attr]
+
+
+def test_a_dimension_of_a_mesh_says_how_many_devices_there_are() -> None:
+    row = {name: value for name, value in ROW.items() if name not in ("gpus", "shard", "global_batch")} | {"framework": "torchtitan", "model": "Llama-3-70B", "data_parallel_shard_degree": "32", "local_batch_size": "1"}  # fmt: skip
+    unsaid, said = (read(row | more) for more in ({}, {"gpus": "256"}))
+    assert (unsaid.point["dp"], unsaid.point["tp"]) == (said.point["dp"], said.point["tp"]) == (32, 8)
+
+
+@pytest.mark.parametrize(
+    ("more", "frozen"),
+    [
+        ({"q_lora_rank": "null"}, 0), ({"kv_lora_rank": "512 (MLA)"}, 0), ({"notes": "unlike LoRA all weights are trained"}, 0), ({"notes": "1.5x slower than LoRA"}, 0),
+        ({"peft": "LoRA r=16"}, 1), ({"notes": "LoRA of rank 8"}, 1), ({"model": "Llama-3-8B QLoRA"}, 1),
+    ],
+)  # fmt: skip
+def test_what_is_named_beside_lora_is_not_frozen(more: dict[str, str], frozen: float) -> None:
+    assert read(ROW | SIZES | {"model": "gpt"} | more).point["frozen"] == frozen
+
+
+@pytest.mark.parametrize("said", ["512", "512 (MLA)"])
+def test_latent_attention_is_said_by_its_rank(said: str) -> None:
+    row = ROW | SIZES | {"model": "a mixture", "experts": "64", "topk": "6", "moe_ffn": "1408"}
+    assert read(row | {"kv_lora_rank": said}).point["compressed"] > 0
+    assert read(row | {"multi_latent_attention": "true"}).point["compressed"] > 0
+    assert read(row | {"kv_lora_rank": "null"}).point["compressed"] == read(row).point["compressed"] == 0
+
+
+@pytest.mark.parametrize("yes", ["true", "✓", "y", "Enabled", "ZeRO-1"])
+def test_a_yes_of_any_kind_shards_the_optimizer(yes: str) -> None:
+    row = {name: value for name, value in (ROW | SIZES).items() if name != "shard"}
+    assert read(row | {"dist_opt": yes}).point["zero"] == 1
+    assert read(row | {"dist_opt": "no"}).point["zero"] == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "name", "value"),
+    [
+        ({"swiglu": "✓"}, "gated", 1), ({"swiglu": "SwiGLU"}, "gated", 1), ({"swiglu": "no"}, "gated", 0), ({"untie": "y"}, "tied", 0), ({"untie": "no"}, "tied", 1),
+        ({"fp8_format": "hybrid", "precision": ""}, "low", 1), ({"enable_float8_linear": "true", "precision": ""}, "low", 1),
+        ({"tp": "", "tp_degree": "4"}, "tp", 4), ({"pp_degree": "2"}, "pp", 2), ({"tp": "", "tensor_model_parallel": "4"}, "tp", 4), ({"tp": "", "Parallelism": "TP4xPP2"}, "pp", 2),
+        ({"framework": "nemo", "grad_reduce_in_fp32": "true"}, "summed", 4), ({"framework": "nemo", "grad_reduce_in_fp32": "false"}, "summed", 2),
+        ({"global_batch": "-1", "dp": "8", "grad_accum": "2"}, "batch", 16),
+    ],
+)  # fmt: skip
+def test_columns_are_read(more: dict[str, str], name: str, value: float) -> None:
+    found = read(ROW | SIZES | {"model": "gpt"} | more)
+    assert not found.refused, found.refused
+    got = found.point["global_batch"] if name == "batch" else found.point[name]
+    assert got == value
+
+
+@pytest.mark.parametrize("more", [{"recompute": "every 0"}, {"interconnect": "0 nodes"}, {"model": "llama-2-7b 0 layers"}])
+def test_nothing_of_something_ends_no_table(more: dict[str, str]) -> None:
+    first, second = predict([ROW | {"model": "llama-2-7b"} | more, ROW | {"model": "llama-2-7b"}])
+    assert second.predicted_time_s is not None
+    assert first.refused or isclose(first.predicted_time_s or 0.0, second.predicted_time_s, rel_tol=1e-9) or "recompute" in more
+
+
+def test_gradients_are_scattered_as_wide_as_they_are_summed() -> None:
+    """Of frozen weights there are none."""
+    k = repeated(known("fsdp", "ampere"), 1)
+    net = {"dp": 8, "zero": 3, "node": 1, "net": 1e9}
+    gathers = lambda p: [float(x[0]) for x in communication.gathers_of_layer(p, k, *memory.of_layer(p))]
+    sent = lambda **more: gathers(point(**net, **more))
+    (one, again, narrow, _), wide = sent(summed=2.0), sent(summed=4.0)
+    assert wide[0] == one
+    assert isclose(wide[2] - again, 2 * (narrow - again), rel_tol=1e-3)
+    frozen = sent(summed=4.0, frozen=1.0)
+    assert (frozen[2], frozen[3]) == (again, again)
+
+
+def test_a_frozen_last_product_has_no_gradient_of_its_weights() -> None:
+    k = usual(logit_bytes=0.0)
+    trained, frozen = (point(frozen=f, bandwidth=1e30) for f in (0.0, 1.0))
+    assert isclose(arithmetic.logits(frozen, k)[0] / arithmetic.logits(trained, k)[0], 4 / 6, rel_tol=1e-9)
+
+
+def test_a_rack_has_a_host_for_each_tray() -> None:
+    """72 devices of one domain of NVLink are 18 servers of 4 (NVIDIA GB200 NVL72)."""
+    k, parameters = usual(), np.array([1e9])
+    took = lambda node: float(arithmetic.optimizer(point(offload=1.0, node=node, dp=72, host=225e9), k, parameters)[0])
+    assert took(72) == took(4) < took(8)
+
+
+@pytest.mark.parametrize(("cluster", "gbits"), [("p4d:8x8", 50), ("a3-megagpu:8x4", 200), ("a3-highgpu:8x4", 100), ("p3:8x2", 3.125), ("p4d:8x8@ib-hdr", 200), ("a100-40gb:8x8", 200), ("g6e:8x2", 50)])
+def test_a_clouds_server_has_its_network(cluster: str, gbits: float) -> None:
+    assert read_cluster(cluster).device.net_gbits == gbits
+
+
+def test_a_row_of_a_clouds_server_has_its_network() -> None:
+    net = lambda gpu, **more: read({key: value for key, value in ROW.items()} | {"model": "llama-2-7b", "gpu": gpu} | more).point["net"]
+    assert net("p4d") == net("p4d.24xlarge") == net("A100-40GB", interconnect="400 Gbit/s EFA") < net("A100-40GB")
+
+
+def test_keys_heads_of_a_configuration_by_its_makers_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000, "model_type": "mistral"}')
+    assert read_model(tmp_path / "config.json")[0].kv_heads == 8
