@@ -1,8 +1,8 @@
 """Sources that nobody had looked at: what was predicted of their runs before anything was changed for them (unseen.csv).
 
 The tables in published/ were in sight when the formulas were made, also where constants are fitted without them. These runs were not: `table`: the
-ninth to the twelfth and the fourteenth to the seventeenth time that such sources were gathered (docs/log.md). The file leaves out runs that are in published/ since,
-and of the last four those that their reader had misread, or that were here before.
+ninth to the twelfth and the fourteenth to the eighteenth time that such sources were gathered (docs/log.md). The file leaves out runs that are in published/ since,
+and of the last five those that their reader had misread, or that were here before.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pool import Pool
 from soli import losses, parallelize
+from soli.core import copies
 from soli.core.errors import SoliError
 from soli.engine import check as looked
 from soli.verify.parity import BOUND, Case, adamw, check
@@ -68,6 +69,8 @@ def test_a_model_whose_modules_keep_results_has_copies(make: Any) -> None:
     copied = engine.copy_model().eval()
     engine.model.eval()
     assert torch.equal(copied(batch[0]), engine.model(batch[0]))
+    pair = copies.deep((engine.model, 1))  # as a trial has them
+    assert torch.equal(pair[0](batch[0]), engine.model(batch[0]))
 
 
 def test_what_a_loss_takes_out_is_there_for_the_step() -> None:
@@ -97,7 +100,7 @@ def other_batches(kind: str) -> str:
     rank = torch.distributed.get_rank()
 
     def loss(output: Tensor, batch: Any) -> Any:
-        return ((output - torch.as_tensor(batch["y"])) ** 2).sum(), len(output)
+        return ((output - torch.as_tensor(np.array(batch["y"]))) ** 2).sum(), len(output)
 
     class Weighed(nn.Module):
         def __init__(self) -> None:
@@ -105,13 +108,14 @@ def other_batches(kind: str) -> str:
             self.inner = model
 
         def forward(self, x: Any, weight: float = 1.0) -> Tensor:
-            return self.inner(torch.as_tensor(x)) * weight
+            return self.inner(torch.as_tensor(np.array(x))) * weight
 
     engine = trained(Weighed(), loss, "dp=2")
     for step in range(3):
         drawn = np.random.default_rng(step + 10 * rank * (kind == "arrays") * bool(step))
         x, y = drawn.normal(size=(4, 3)), drawn.normal(size=(4, 1))
         batch: dict[str, Any] = {"x": x, "y": y} if kind == "arrays" else {"x": torch.tensor(x), "y": torch.tensor(y)}
+        batch |= {"x": x[::-1], "y": y[::-1], "id": 2**64 + step, "raw": np.zeros(4, dtype=">f4")} if kind == "as they lie" else {}
         batch |= {"weight": 0.5 + 0.25 * rank * bool(step)} if kind == "number" else {}
         try:
             engine.step(batch)
@@ -120,10 +124,10 @@ def other_batches(kind: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["arrays", "number", "alike"])
+@pytest.mark.parametrize("kind", ["arrays", "number", "alike", "as they lie"])
 def test_ranks_are_given_the_same_arrays_and_numbers(pool: Pool, kind: str) -> None:
     for said in pool.run(other_batches, kind, ranks=2):
-        assert ("batch" in said and "differ" in said) == (kind != "alike"), said
+        assert ("batch" in said and "differ" in said) == (kind in ("arrays", "number")), said
 
 
 def evaluated() -> str:

@@ -272,6 +272,9 @@ def test_a_path_that_is_a_link_stays_one(tmp_path: Path) -> None:
         for name in ("last", "disk"):
             assert load(tmp_path / name, simple())["step"] == step
     assert (tmp_path / "last").is_symlink()
+    (tmp_path / "disk").rename(tmp_path / ".disk.replaced-0123456789ab")  # where a save ended before it put the new one there
+    assert load(tmp_path / "last", simple())["step"] == read_manifest(tmp_path / "last").state["step"] == 3
+    (tmp_path / ".disk.replaced-0123456789ab").rename(tmp_path / "disk")
     assert sorted(one.name for one in tmp_path.iterdir()) == ["disk", "last"]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 from soli.core.errors import SoliError
 from soli.parallel import precision
 from soli.train import loop
+from typed import soli
 
 CONFIG = """
 [model]
@@ -84,24 +83,12 @@ def test_a_run_that_is_through_and_resumed_says_its_last_loss_once(tmp_path: Pat
     assert (run / "metrics.jsonl").read_text() == before
 
 
-HOLDS = """
-import fcntl, os, sys
-fcntl.lockf(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_a_run_that_another_job_goes_on_with_is_left_alone(tmp_path: Path) -> None:
-    """Its metrics would be the other's, and the rest of them in no file."""
+    """Its metrics would be the other's, and the rest of them in no file. Here the other one is this process, which has begun it."""
     run = begun(tmp_path, "dp=1", 4)
     rows = (run / "metrics.jsonl").read_text()
-    command = [sys.executable, "-c", HOLDS, str(run / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(SoliError, match="another job goes on with this run"):
-            loop.main(resume=run, steps=6)
-        assert (run / "metrics.jsonl").read_text() == rows
-        other.communicate()
+    done = soli("train", "--resume", str(run), "--steps", "6", "-n", "1")
+    assert done.returncode == 2
+    assert f"another job goes on with this run\n    got     {run}" in done.stderr
+    assert (run / "metrics.jsonl").read_text() == rows
     assert loop.main(resume=run, steps=6)["steps"] == 6

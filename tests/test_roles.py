@@ -449,10 +449,9 @@ def test_the_command_refuses(tmp_path: Path, words: tuple[str, ...], said: str) 
 
 def test_what_a_program_prints_is_beside_what_is_read(tmp_path: Path) -> None:
     """`--json` is JSON whatever the file says as it is imported and called."""
-    (tmp_path / "noisy.py").write_text(
-        "import torch\nprint('imported')\n\n\ndef make():\n    print('called')\n    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)), {'input': torch.zeros(2, 4)}\n"
-    )
-    done = soli("roles", f"{tmp_path}/noisy.py:make", "--tp", "2", "--json")
+    noisy = PROGRAM.replace("def make():\n", "print('imported')\n\n\ndef make():\n    print('called')\n")
+    (tmp_path / "noisy.py").write_text(noisy, encoding="utf-8")
+    done = soli("roles", f"{tmp_path}/noisy.py:make", "--tp", "3", "--json")
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
-    assert done.returncode == 0
     assert [word for word in ("imported", "called") if word in done.stderr] == ["imported", "called"]

@@ -102,8 +102,7 @@ def _called(base: sqlite3.Connection, repo: str) -> str:
     found = next((name for name in (repo, repo.partition("/")[2]) if name in known), None)
     if found is None:
         got = f"{repo} (it has {', '.join(sorted(known))})"
-        fix = "mine its clone too, in a folder of the repository's name"
-        raise SoliError("this is an export of a history that was not mined into this file", got=got, fix=fix)
+        raise SoliError("this is an export of a history that was not mined into this file", got=got, fix="mine its clone too, in a folder of the repository's name")
     return found
 
 

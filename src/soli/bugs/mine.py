@@ -48,8 +48,7 @@ def histories(paths: Collection[Path]) -> dict[str, Path]:
     """Those in these folders by what they are called. SoliError where two have one name, or one is not whole."""
     names = [name(path) for path in paths]
     if twice := {one for one in names if names.count(one) > 1}:
-        fix = "name their folders owner+name, or mine them into two files"
-        raise SoliError("two of these histories have one name", got=", ".join(sorted(twice)), fix=fix)
+        raise SoliError("two of these histories have one name", got=", ".join(sorted(twice)), fix="name their folders owner+name, or mine them into two files")
     for path in paths:
         history.check(path)
     return dict(zip(names, paths, strict=True))

@@ -30,6 +30,7 @@ def hidden(path: Path, kind: str) -> list[Path]:
 
 def locate(path: Path) -> Path:
     """The folder that holds checkpoint `path`. SoliError says what is there instead."""
+    path = path.resolve()  # beside what a link leads to is what was put aside
     if (path / MANIFEST).is_file():
         return path
     if not path.exists():
@@ -114,7 +115,7 @@ def commit(partial: Path, path: Path, text: str, overwrite: bool) -> None:
         raise
     flush(path.parent)
     if aside is not None:
-        shutil.rmtree(aside, ignore_errors=True)  # it is complete without: the next save clears it
+        shutil.rmtree(aside)
 
 
 def flush(folder: Path) -> None:

@@ -100,8 +100,7 @@ def save_async(path: str | Path, tensors: Tensors, state: State, *, group: Group
     team = team_of(group)
     if team.size > 1 and (group is None or group is dist.group.WORLD or dist.get_backend(group) != "gloo"):
         got = "the default group" if group in (None, dist.group.WORLD) else dist.get_backend(group)
-        fix = 'pass group=torch.distributed.new_group(backend="gloo"), made once'
-        raise on_all_ranks("asynchronous saving needs a gloo process group of its own", got=got, fix=fix)
+        raise on_all_ranks("asynchronous saving needs a gloo process group of its own", got=got, fix='pass group=torch.distributed.new_group(backend="gloo"), made once')
     key = group.group_name if group is not None and team.size > 1 else ""
     if (before := _last.pop(key, None)) is not None:
         before.report_unseen()

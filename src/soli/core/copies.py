@@ -20,7 +20,7 @@ T = TypeVar("T")
 def deep(x: T, memo: dict[int, Any] | None = None) -> T:
     """`copy.deepcopy(x, memo)`, whose modules' functions have the copies of what they close over."""
     memo = {} if memo is None else memo
-    for module in x.modules() if isinstance(x, nn.Module) else ():  # a result that is kept (weight_norm's, a loss of a block) has no copy with its graph
+    for module in [m for one in (x if isinstance(x, tuple) else (x,)) if isinstance(one, nn.Module) for m in one.modules()]:  # a result that is kept (weight_norm's, a loss of a block) has no copy with its graph
         memo.update({id(t): t.detach().clone() for t in tensors_in(vars(module).values()) if not isinstance(t, nn.Parameter) and not t.is_leaf})
     made = copy.deepcopy(x, memo)
     for module in [one for one in memo.values() if isinstance(one, nn.Module)]:

@@ -91,7 +91,7 @@ class FirstStep:
         effects, whole = _watched(engine, data, rows, part.total)
         weights = {} if engine.plan.zero == 3 else effects.before  # there they are gone by now
         if engine.pipeline is not None:
-            engine.pipeline.written = set(weights)
+            engine.pipeline.written |= set(weights)  # in any of its modes
         start |= weights
         before, moved = kept.values(model, weights), kept.changed(model, start)
         look = Look(engine, data, rows, _in_parts(engine, data, rows), start, before, moved, whole)

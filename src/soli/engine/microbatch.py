@@ -103,7 +103,8 @@ def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
         return total, count
     kind = type(output).__name__
     read = {*children_first([total.grad_fn])} if total.grad_fn is not None else None  # what the loss leaves out has no gradient
-    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad and (read is None or x.grad_fn in read)]
+    outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
+    outputs = [x for x in outputs if read is None or x.grad_fn in read] or outputs
     total, output = total.new_zeros(()), None  # the graph of the loss goes before there is another
     if not outputs:
         what = "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from"

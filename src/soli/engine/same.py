@@ -56,7 +56,7 @@ def mark(engine: Engine, batch: Any) -> float:
     total = 0.0
     for number, x in enumerate(tree_leaves(batch.data if isinstance(batch, Part) else batch), 1):
         if isinstance(x, int | float) or (isinstance(x, np.ndarray) and x.dtype.kind in "biufc"):
-            x = torch.as_tensor(x)
+            x = torch.from_numpy(np.array(x, dtype=np.complex128 if np.iscomplexobj(x) else np.float64))
         if isinstance(x, Tensor) and x.numel():
             total += number * float(_weighed(x).sum())
     return total

@@ -227,5 +227,5 @@ def _others() -> str:
     for task in sorted(Path("/proc/self/task").glob("*")):
         with suppress(OSError):  # it has just ended
             if int(task.name) != os.getpid():
-                found += " ".join(re.findall(r"^(?:State|\w*ctxt_switches):\s*(\w+)", (task / "status").read_text(), re.M)) + "\n"
+                found += " ".join(re.findall(r"^(?:State|\w*ctxt_switches):\s*(\w+)", (task / "status").read_text(errors="replace"), re.M)) + "\n"
     return found

@@ -62,7 +62,8 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
     family = " ".join(text(row, n) for n in ("model", "test_case", "arch")).lower()
     head_size = said["head_size"] or meant("heads", family) or hidden / heads  # of some families heads are wider together than the model
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
-    latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla") or true(row, "multi_latent_attention") or SILENT.fullmatch(text(row, "kv_lora_rank")) is None
+    latent = (head_size == LATENT and head_size != hidden / heads) or true(row, "mla") or true(row, "multi_latent_attention")
+    latent |= bool(re.match("[1-9]", text(row, "kv_lora_rank"))) and switch(text(row, "multi_latent_attention")) is None  # Megatron's has a default
     said_tied = switch(text(row, "tied"))
     rest = (total or 0.0) * 1e9 - layers * attention - (1 if said_tied else 2) * vocab * hidden
     if experts:
@@ -87,7 +88,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         "compressed": compressed(hidden, heads, 1536 if hidden > 2048 else 0) if latent else 0.0,
         "ffn": ffn, "gated": gated, "seq": seq, "vocab": vocab, "experts": experts, "active": active, "shared": shared,
         "tied": float(tied), "window": float(known.window) if known else 0.0, "windowed": known.windowed if known else 0.0,
-        "plain": float(known.plain) if known and experts else 0.0, "plain_ffn": float(known.plain_ffn if known and known.plain_ffn else ffn),
+        "plain": float(known.plain) if known and experts and layers == known.layers else 0.0, "plain_ffn": float(known.plain_ffn if known and known.plain_ffn else ffn),
     }  # fmt: skip
 
 

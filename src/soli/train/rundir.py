@@ -142,8 +142,8 @@ def configuration(config_path: Path | None, resume: Path | None, named: Mapping[
         # what its own file says may have been edited since
         saved: dict[str, Any] = read_manifest(newest).state if newest else {"extra": {}, "step": -1}
         began, later = saved.get("extra", {}).get("config"), sorted(place.name for place in (resume / "checkpoints").glob("[0-9]*") if place.name.isdigit())
-        if odd := [name for name in later if newest and int(name) > saved["step"]]:
-            fix = f"remove them, and the run goes on from step {saved['step']}; or mend them"
+        if odd := [name for name in later if newest and int(name) > saved.get("step", -1)]:
+            fix = f"remove them, and the run goes on from step {saved.get('step', -1)}; or mend them"
             raise on_all_ranks("later checkpoints are not whole, and in the way of those that this run would save", got=", ".join(odd), fix=fix)
         flat = lambda one: {**one["optim"], **one["model"], "seed": one["run"]["seed"], "name": one["run"]["name"]}
         then, now = flat(began or asdict(settings.load(start))), flat(asdict(config))

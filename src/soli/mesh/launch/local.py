@@ -156,7 +156,7 @@ def _code_of(n: int, argv: list[str], meeting: dict[str, str], folder: Path, log
         failed = _watch(ranks)
         quiet = time.time()  # a child of a rank's may hold its output; who reads slowly (a pager) is waited for
         while any(relay.is_alive() for relay in relays) and time.time() - quiet < 1.0:
-            quiet = time.time() if _SHOWING.locked() else quiet
+            quiet = time.time() if _SHOWING.locked() and not failed else quiet
             time.sleep(_POLL_SECONDS)
     except (KeyboardInterrupt, _Terminated) as told:
         told_to = isinstance(told, _Terminated)
@@ -224,7 +224,7 @@ def _start(rank: int, n: int, argv: list[str], meeting: dict[str, str], folder: 
         output: IO[str] | int | None = ours.enter_context(log.open("w", encoding="utf-8")) if log else subprocess.PIPE if piped else None
         made.process = subprocess.Popen(
             argv, env=env, stdin=subprocess.DEVNULL if rank else None, stdout=output, stderr=subprocess.STDOUT if log else output, text=True,
-            encoding=sys.stdout.encoding, errors="backslashreplace", preexec_fn=_with_the_launcher(os.getpid()),
+            encoding=getattr(sys.stdout, "encoding", None), errors="backslashreplace", preexec_fn=_with_the_launcher(os.getpid()),
         )  # fmt: skip
     made.seen = time.time()
     return made

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from soli.parallel.pipeline.run import Pipeline
 
 
+NONE = 253
+"""All bytes of a gradient that there is none of: in 32 and 16 bits a number near -4e37, or a NaN whose bits no kernel makes (theirs has all set)."""
+
+
 @dataclass
 class Crossing:
     """A value as it crosses a border: what this rank has of it (`cuts` says of what), and whether it has a gradient."""
@@ -160,9 +164,9 @@ class Stage(PipelineStage):
         self._land(bwd_chunk_id)
 
     def _pass(self, flight: Flight, number: int) -> None:
-        """The gradients of what was received, for the stage before; where nothing used it a NaN that nobody computes, in the place of none: zeros would make weights decay."""
+        """The gradients of what was received, for the stage before; where nothing used it what no gradient is, in the place of none: zeros would make weights decay."""
         values = self._known(number).incoming
-        none = lambda x: torch.full((x.numel() * x.element_size(),), 255, dtype=torch.uint8, device=x.device).view(x.dtype).view(x.shape)
+        none = lambda x: torch.full((x.numel() * x.element_size(),), NONE, dtype=torch.uint8, device=x.device).view(x.dtype).view(x.shape)
         found = [leaf.grad if grad is None else grad for leaf, grad in zip(flight.leaves, flight.passed or [None] * len(values), strict=True)]
         flight.passed = [None if not v.requires else none(leaf) if grad is None else grad for v, leaf, grad in zip(values, flight.leaves, found, strict=True)]
         for leaf in flight.leaves:
@@ -199,7 +203,7 @@ class Stage(PipelineStage):
 def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs that have a gradient function, and the gradients that came for them (None: 1, of a loss)."""
     pairs = zip(flight.outputs, flight.gradients or [None] * len(flight.outputs), strict=True)
-    there = lambda x, g: x.dim() == 0 if g is None else not g.numel() or not bool((g.reshape(-1)[:1].view(torch.uint8) == 255).all())
+    there = lambda x, g: x.dim() == 0 if g is None else not g.numel() or not bool((g.reshape(-1)[:1].view(torch.uint8) == NONE).all())
     found = [(x, g) for x, g in pairs if x.requires_grad and there(x, g)]
     return [x for x, _ in found], [g for _, g in found]
 

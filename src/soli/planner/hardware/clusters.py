@@ -61,11 +61,11 @@ def read_cluster(text: str) -> Cluster:
         allowed = "h100, h100:8, h100:8x64, h100:8x64@ib-hdr, or a file that ends in .toml"
         raise SoliError("a cluster is a device, and how many a server and how many servers", got=text, allowed=allowed)
     name, per_node, nodes, network = found.groups(default="")
-    device, problems = named(name), []
+    device, problems, network = named(name), [], network or name.strip().lower() * (name.strip().lower() in networks())
     if device is None:
         problems.append(unknown(name))
     else:
-        device, problems = joined(replace(device, node=int(per_node or device.node) or device.node), network or name.strip().lower() * (name.strip().lower() in networks()))
+        device, problems = joined(replace(device, node=int(per_node or device.node) or device.node), network)
     for what, number in (("devices a server", per_node), ("servers", nodes)):
         if number and int(number) == 0:
             problems.append(Problem(f"a cluster of no {what}", got=text, allowed="1, 2, 3, ..."))
