@@ -524,10 +524,10 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert (free.code, free.out) == (0, port + "\n")
 
 
-def piped(folder: Path, text: str, *options: str, given: str = "", **env: str) -> subprocess.Popen[bytes]:
+def piped(folder: Path, text: str, *options: str, n: int = 2, given: str = "", **env: str) -> subprocess.Popen[bytes]:
     (folder / "piped.py").write_text(textwrap.dedent(text), encoding="utf-8")
     (folder / "given").write_text(given)
-    command = [*SOLI, "run", "-n", "2", "--logs", str(folder / "logs"), *options, str(folder / "piped.py")]
+    command = [*SOLI, "run", "-n", str(n), "--logs", str(folder / "logs"), *options, str(folder / "piped.py")]
     with (folder / "given").open() as stdin:
         return subprocess.Popen(command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment() | env)
 
@@ -553,10 +553,10 @@ def test_a_reader_that_goes_ends_the_job(tmp_path: Path) -> None:
 
 def test_a_reader_that_is_slow_gets_all_lines(tmp_path: Path) -> None:
     """As a pager, which reads on when its user does."""
-    job = piped(tmp_path, "for i in range(1700): print('x' * 50, i)", "--all-ranks")
+    job = piped(tmp_path, "for i in range(1000): print('x' * 50, i)", "--all-ranks", n=4)
     time.sleep(8)  # all ranks are long done
     out, _ = job.communicate(timeout=60)
-    assert len(out.splitlines()) == 3400
+    assert len(out.splitlines()) == 4000
 
 
 def test_output_that_the_terminal_cannot_show_is_shown_as_it_can(tmp_path: Path) -> None:
