@@ -403,7 +403,7 @@ def test_adapters_and_narrow_weights_are_read_from_any_words(changes: dict[str, 
     ("changes", "rank", "each", "table"),
     [
         ({"notes": "LoRA rank 32 on all products"}, 32, 16, 2), ({"lora_r": "8"}, 8, 16, 2), ({"peft": "lora"}, 16, 16, 2), ({"notes": "LoRA, r=64", "precision": "bf16-true"}, 64, 8, 2),
-        ({"peft": "qlora", "lora_rank": "8"}, 8, 16, 2), ({"peft": "qlora", "lora_rank": "8", "framework": "HF TRL"}, 8, 16, 4), ({"peft": "qlora", "lora_rank": "8", "framework": "axolotl"}, 8, 16, 4),
+        ({"peft": "qlora", "lora_rank": "8"}, 8, 16, 2), ({"peft": "qlora", "lora_rank": "8", "framework": "HF TRL"}, 8, 16, 4), ({"peft": "qlora", "lora_rank": "8", "framework": "axolotl"}, 8, 16, 2),
         ({"peft": "qlora", "lora_rank": "8", "framework": "Unsloth (TRL)"}, 8, 16, 2), ({}, 0, 0, 2),
     ],
 )  # fmt: skip

@@ -284,17 +284,12 @@ def test_a_backward_of_the_programs_own_is_none_of_a_step(plan: str, before: boo
     assert float(engine.step(batch)) > 0
 
 
-def test_a_scheduler_is_a_function_of_the_optimizer() -> None:
+@pytest.mark.parametrize(("made", "got"), [(lambda o: torch.optim.lr_scheduler.StepLR(o, 3), "StepLR"), (lambda o: lambda _: None, "NoneType")])
+def test_a_scheduler_is_a_function_of_the_optimizer(made: Any, got: str) -> None:
     model = Named()
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(SoliError, match="scheduler is no function"):
-        parallelize(
-            model,
-            losses.mse("targets"),
-            optimizer=made,
-            scheduler=torch.optim.lr_scheduler.StepLR(made, 3),
-            plan="dp=1",
-        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SoliError, match=f"scheduler is no function.*\n.*{got}"):
+        parallelize(model, losses.mse("targets"), optimizer=optimizer, scheduler=made(optimizer), plan="dp=1")
 
 
 @pytest.mark.parametrize(("config", "right"), [("cuda:nccl", False), ("cpu:gloo,cuda:nccl", True)])

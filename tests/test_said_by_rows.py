@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from math import isclose
 from pathlib import Path
 
@@ -18,7 +19,18 @@ from soli.planner.rows import read
 from test_cost import point, usual
 
 ROW = {"gpu": "H100", "gpus": "64", "global_batch": "128", "seq_len": "4096", "framework": "megatron-core", "tp": "8", "microbatch": "1", "recompute": "full", "precision": "bf16", "sp": "on", "shard": "zero1"}  # fmt: skip
+TABLES = sorted((Path(__file__).parents[1] / "benchmarks/published").glob("*.csv"))
 SIZES = {"layers": "32", "hidden": "4096", "heads": "32", "ffn": "16384", "vocab": "50304"}
+
+
+def test_cells_without_a_word_are_as_columns_that_are_not_there() -> None:
+    """As where tables of several sources are put together: each row has the columns of all."""
+    rows = [row for table in TABLES for row in list(csv.DictReader(table.read_text(encoding="utf-8").splitlines()))[::12]]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    alone = predict([{column: cell for column, cell in row.items() if cell} for row in rows])
+    assert len(alone) > 300
+    for empty in ("", "N/A"):
+        assert predict([{column: row.get(column) or empty for column in columns} for row in rows]) == alone
 
 
 def parameters(row: dict[str, str]) -> float:

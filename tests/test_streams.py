@@ -41,6 +41,26 @@ def test_a_loop_that_asks_for_an_epoch_at_a_time_has_one_after_another() -> None
     assert alike([x for epoch in each for x in epoch], read(engine_for("dp=1").batches(DATA, 6, epochs=3)))
 
 
+def test_a_stream_that_is_read_again_gives_the_next_epoch() -> None:
+    stream = engine_for("dp=1").batches(DATA, 6)
+    first = read(stream, 2) + read(stream)
+    assert next(stream, None) is None
+    assert alike(first + read(stream), read(engine_for("dp=1").batches(DATA, 6, epochs=2)))
+
+
+@pytest.mark.parametrize("odd", [{"global_batch": "6"}, {"workers": -1}, {"epochs": 1.5}])
+def test_numbers_of_batches_are_whole(odd: dict[str, Any]) -> None:
+    with pytest.raises(SoliError, match=f"{next(iter(odd))} of engine.batches is a whole number"):
+        engine_for("dp=1").batches(DATA, **{"global_batch": 6} | odd)
+
+
+def test_a_batch_of_numpys_number_of_samples_is_saved(tmp_path: Path) -> None:
+    engine = engine_for("dp=1")
+    found = read(engine.batches(DATA, np.int64(6)), 2)
+    engine.save(tmp_path / "c")
+    assert alike(found, read(engine_for("dp=1").batches(DATA, 6), 2))
+
+
 def test_an_epoch_that_was_left_is_ended_by_the_next_call() -> None:
     engine = engine_for("dp=1")
     whole = read(engine_for("dp=1").batches(DATA, 6, epochs=2))

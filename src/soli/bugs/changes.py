@@ -145,8 +145,7 @@ def _blobs(repo: Path, names: Sequence[str]) -> dict[str, str]:
         end = said.index(b"\n", at)
         words = said[at:end].split()
         if len(words) != 3:
-            got = f"{repo}: {said[at:end].decode(errors='replace')}"
-            raise SoliError("the history lacks a file that a commit changed", got=got, allowed="a whole clone", fix="git fsck --full; clone it again")
+            raise SoliError("the history lacks a file that a commit changed", got=f"{repo}: {said[at:end].decode(errors='replace')}", allowed="a whole clone", fix="git fsck --full; clone it again")
         start, size = end + 1, int(words[2])
         found[name] = said[start : start + size].decode(errors="replace")
         at = start + size + 1

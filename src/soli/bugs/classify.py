@@ -52,8 +52,7 @@ def classify(repos: Sequence[Path], mined: Path, rules: Path | None = None, endp
     with store.opened(mined) as base:
         known = set(store.column(base, "SELECT repo FROM history"))
     if lacking := set(where) - known:
-        got = f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})"
-        raise SoliError("these histories were not mined into this file", got=got, fix=f"soli bugs mine ... --out {mined}")
+        raise SoliError("these histories were not mined into this file", got=f"{', '.join(sorted(lacking))} (it has {', '.join(sorted(known))})", fix=f"soli bugs mine ... --out {mined}")
     looked = sum(_by_rules(repo, path, mined, made) for repo, path in where.items())
     asked, nonsense, said = _by_model(where, mined, endpoint, at_most) if endpoint else (0, 0, "")
     with store.opened(mined) as base:

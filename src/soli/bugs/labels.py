@@ -189,8 +189,7 @@ def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Sele
         chosen = set(base.execute("SELECT repo, hash FROM fix"))
         known = set(base.execute("SELECT repo, hash FROM change"))
     if lacking := {f"{one.repo} {one.commit[:10]}" for one in labels if (one.repo, one.commit) not in known}:
-        got = f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ..."
-        raise SoliError("labelled commits are not in this file", got=got, fix="mine their histories too, as they are now")
+        raise SoliError("labelled commits are not in this file", got=f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ...", fix="mine their histories too, as they are now")
     ways = {"all say so": True, "one says so": False}
     return {name: selection(labels, size, chosen, strict=strict) for name, strict in ways.items()}
 

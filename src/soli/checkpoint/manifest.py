@@ -150,8 +150,7 @@ def read_manifest(path: str | Path) -> Manifest:
             raise ValueError(f"format {body['format']!r}")
         if body["version"] != VERSION:
             got = f"format {body['version']} (soli {body.get('soli')})"
-            allowed = f"format {VERSION}"
-            raise SoliError(f"{path} was written by another version of soli", got=got, allowed=allowed, fix="read it with that version of soli and export it")
+            raise SoliError(f"{path} was written by another version of soli", got=got, allowed=f"format {VERSION}", fix="read it with that version of soli and export it")
         if body.pop("seal") != _seal(body):
             raise ValueError("its seal does not match its content")
         return _from_json(body)

@@ -70,8 +70,7 @@ class Team:
         try:
             collective()
         except RuntimeError as error:
-            got = f"rank {self.rank} of {self.size}: {error}"
-            raise failure(f"a rank was lost while {what}", got=got, fix="look at the reports of the other ranks: one of them ended first") from error
+            raise failure(f"a rank was lost while {what}", got=f"rank {self.rank} of {self.size}: {error}", fix="look at the reports of the other ranks: one of them ended first") from error
 
     def _results(self, outcomes: list[Any], cause: Exception | None = None) -> list[Any]:
         """What all ranks have, or one error with the problems of all of them; `cause` is this rank's own exception."""

@@ -48,5 +48,4 @@ def _overlap_problems(name: str, shape: tuple[int, ...], boxes: list[Box]) -> li
             active = [other for other in active if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
             pairs += [(other, box) for other in active if overlaps(other, box)]
             active.append(box)
-    fix = "ranks may hold the same box, or boxes that do not meet; nothing between"
-    return [Problem(f"{name}: two boxes overlap", f"{one} and {other}", fix=fix) for one, other in pairs]
+    return [Problem(f"{name}: two boxes overlap", f"{one} and {other}", fix="ranks may hold the same box, or boxes that do not meet; nothing between") for one, other in pairs]

@@ -153,8 +153,7 @@ def import_(source: str | Path, out: str | Path, tied: dict[str, str] | None = N
     """
     source = Path(source)
     if (source / MANIFEST).is_file():
-        fix = "engine.load reads it as it is; soli checkpoint export writes its weights as others read them"
-        raise SoliError(f"{source} is a checkpoint of soli, and no folder of weights", fix=fix)
+        raise SoliError(f"{source} is a checkpoint of soli, and no folder of weights", fix="engine.load reads it as it is; soli checkpoint export writes its weights as others read them")
     files = _sources(source)
     with ExitStack() as stack:
         handles = {file: stack.enter_context(reading(file)) for file in dict.fromkeys(files.values())}

@@ -59,8 +59,7 @@ def own(text: str) -> Program | None:
     usual = {field.name: field.default for field in fields(config) if field.type is int}
     said = dict(_size(name, word, (*usual, "seq")) for word in words.split(",") if word)
     if lacking := [key for key, value in usual.items() if value is MISSING and key not in said]:
-        fix = f"soli plan {name}:{','.join(f'{key}=N' for key in (*lacking, 'dim', 'layers', 'heads'))}"
-        raise SoliError(f"the sizes of {name} are not said", got=text, fix=fix)
+        raise SoliError(f"the sizes of {name} are not said", got=text, fix=f"soli plan {name}:{','.join(f'{key}=N' for key in (*lacking, 'dim', 'layers', 'heads'))}")
     seq = said.pop("seq", said.get("context", SEQ))
     if "context" in usual:
         said.setdefault("context", seq)

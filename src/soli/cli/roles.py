@@ -37,8 +37,7 @@ def roles(
 
 def _failed(error: Exception) -> SoliError:
     got = f"{type(error).__name__}: {error}".split("\n")[0]
-    fix = f"run a step of it by itself; or give {programs.FORM}"
-    return SoliError("the model does not run on its batch, which tells the roles", got=got, fix=fix)
+    return SoliError("the model does not run on its batch, which tells the roles", got=got, fix=f"run a step of it by itself; or give {programs.FORM}")
 
 
 def find(model: Any, batch: Any, loss_fn: Any, tp: int, sp: bool, hints: dict[str, str]) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

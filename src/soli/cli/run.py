@@ -19,8 +19,7 @@ def run(
 ) -> None:  # fmt: skip
     """Run a script as N ranks on this machine."""
     if not script.is_file() and str(script).startswith("-"):
-        fix = "soli run --help names them; a plan stands in the script, what comes after the script is the script's"
-        raise SoliError("soli run has no such option", got=script, fix=fix)
+        raise SoliError("soli run has no such option", got=script, fix="soli run --help names them; a plan stands in the script, what comes after the script is the script's")
     if not script.is_file():
         raise SoliError("there is no such script", got=script, fix="give the path of a Python file")
     argv = [sys.executable, "-m", "soli.mesh.launch.rank", str(script), *(arguments or [])]

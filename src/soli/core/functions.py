@@ -29,8 +29,7 @@ def need_operator(func: Any) -> None:
     """SoliError for an operator that is given functions, whose operations nobody here would see."""
     if isinstance(func, HigherOrderOperator):
         what = "an operator of torch that is given functions is not followed"
-        fix = "F.scaled_dot_product_attention with a mask in place of flex_attention, torch.where or a Python loop in place of control flow"
-        raise SoliError(what, got=func.name(), fix=fix)
+        raise SoliError(what, got=func.name(), fix="F.scaled_dot_product_attention with a mask in place of flex_attention, torch.where or a Python loop in place of control flow")
 
 
 def held(x: Tensor) -> Tensor:

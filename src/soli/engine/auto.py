@@ -108,8 +108,7 @@ class Auto:
         except Exception:  # of somebody's program; where no layout can be rehearsed it is told
             return
         if kept > ranks * self.memory:
-            got = f"{size(kept)} of parameters, gradients and the optimizer's states, of which each of {ranks} ranks had an equal part and nothing else"
-            raise self._too_large(kept / ranks, got)
+            raise self._too_large(kept / ranks, f"{size(kept)} of parameters, gradients and the optimizer's states, of which each of {ranks} ranks had an equal part and nothing else")
 
     def _too_large(self, least: float, got: str) -> SoliError:
         what = f"no plan fits: the least takes {size(least)} a rank, and {size(self.memory)} are free"

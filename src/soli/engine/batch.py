@@ -133,8 +133,7 @@ def need_rows(part: Part, ranks: int, plan: Plan, norms: bool = False) -> None:
         what = "normalise the batch" if norms else "of a grid compute each product"
         got = f"{part.total} rows, {ranks} parts (dp, copies and rows of the grid), plan {plan}"
         allowed = f"at least {ranks} rows in every batch, the last and those of an evaluation too"
-        fix = "drop or fill the ragged last batch, or use a smaller grid or dp"
-        raise on_all_ranks(f"the ranks {what} together, and some have no row of it", got=got, allowed=allowed, fix=fix)
+        raise on_all_ranks(f"the ranks {what} together, and some have no row of it", got=got, allowed=allowed, fix="drop or fill the ragged last batch, or use a smaller grid or dp")
 
 
 def need_tensors(batch: Any, part: Part, times: int) -> None:

@@ -138,5 +138,4 @@ def need_unwritten(engine: Engine) -> None:
     """SoliError where the program wrote into what a checkpoint, which waits for the first batch, would write over."""
     if engine.to_load is not None and engine.to_load[1] != written(engine):
         what = "the program wrote into parameters or buffers after load(), and the checkpoint is read when the first batch comes"
-        fix = "give soli.parallelize a batch as example=, so that load() reads at once; or write after the first step"
-        raise on_all_ranks(what, got=str(engine.to_load[0]), fix=fix)
+        raise on_all_ranks(what, got=str(engine.to_load[0]), fix="give soli.parallelize a batch as example=, so that load() reads at once; or write after the first step")

@@ -22,7 +22,7 @@ def problems(loss_fn: Any) -> list[Problem]:
     name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
     if getattr(losses, name, None) is loss_fn:
         return [Problem(f"soli.losses.{name} makes a loss function and is none", fix=f"call it: soli.losses.{name}()")]
-    if isinstance(loss_fn, torch.nn.modules.loss._Loss):
+    if isinstance(loss_fn, torch.nn.modules.loss._Loss) or not callable(loss_fn):
         fix = "soli.losses has the usual ones; or a function that sums (reduction='sum') and returns the count too"
         return [Problem(f"{name} is no loss function", allowed="loss_fn(output, batch) -> (total, count)", fix=fix)]
     return []

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from soli.core.errors import SoliError, listed, on_all_ranks
+from soli.core.errors import Problem, SoliError, listed, on_all_ranks, raise_all
 from soli.core.events import events
 from soli.core.layout import even_parts
 from soli.engine.batch import Part, as_dict
@@ -74,13 +74,21 @@ class Stream(Iterator[Part]):
         read = _stream if _is_stream(dataset) else partial(_by_number, workers=workers)
         self._make = lambda order: read(dataset, order, collated)
         self.order = order
-        _check(dataset, order)
+        _check(dataset, order, workers)
         self._parts: Iterator[Part] | None = None
+        self._over = False
+
+    def __iter__(self) -> Iterator[Part]:
+        if self._over:  # another loop over it: the next epoch
+            self._parts, self._over = None, False
+        return self
 
     def __next__(self) -> Part:
-        if self._parts is None:
-            self._parts = self._make(_until(self.order))
-        return next(self._parts)
+        self._parts = self._parts or self._make(_until(self.order))
+        for part in self._parts:
+            return part
+        self._over = True
+        raise StopIteration
 
     def anew(self) -> Iterator[Part]:
         """All of it, from the beginning, wherever it stands; it stays where it stands."""
@@ -110,7 +118,10 @@ def need_samples(dataset: Any) -> None:
         raise on_all_ranks(what, got=listed([str(key) for key in dataset]), fix=fix)
 
 
-def _check(dataset: Any, order: Order) -> None:
+def _check(dataset: Any, order: Order, workers: int) -> None:
+    asked = {"global_batch": order.global_batch, "epochs": order.epochs or 0, "workers": workers}
+    odd = (Problem(f"{name} of engine.batches is a whole number", repr(x), "0, 1, 2, ...") for name, x in asked.items() if not hasattr(x, "__index__") or x < 0)
+    raise_all(odd, everywhere=True)
     if order.global_batch < order.ranks:
         what = "the global batch is smaller than the number of data-parallel ranks"
         raise on_all_ranks(what, got=f"global_batch={order.global_batch}, dp={order.ranks}", allowed=f"{order.ranks} or more")
@@ -120,7 +131,7 @@ def _check(dataset: Any, order: Order) -> None:
             raise on_all_ranks(what, got=type(dataset).__name__, fix="pass shuffle=False (and shuffle in the stream), or give a map-style dataset")
     elif len(dataset) == 0:
         raise on_all_ranks("the dataset is empty", got=f"{type(dataset).__name__} of length 0")
-    order.size = 0 if _is_stream(dataset) else len(dataset)
+    order.global_batch, order.size = int(order.global_batch), 0 if _is_stream(dataset) else len(dataset)
 
 
 def _is_stream(dataset: Any) -> bool:

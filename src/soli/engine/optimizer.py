@@ -40,10 +40,10 @@ def build(optimizer: Factory | torch.optim.Optimizer, model: nn.Module) -> torch
 
 def scheduled(scheduler: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
     """What a function of the optimizer makes, if there is one; it is stepped once a step, with nothing."""
-    if scheduler is not None and not callable(scheduler):
-        what = "scheduler is no function that makes one of an optimizer"
-        raise on_all_ranks(what, got=type(scheduler).__name__, allowed="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)")
-    made = scheduler(optimizer) if scheduler is not None else None
+    made = scheduler(optimizer) if callable(scheduler) else None
+    if scheduler is not None and not hasattr(made, "step"):
+        what, got = "scheduler is no function that makes one of an optimizer", scheduler if made is None and not callable(scheduler) else made
+        raise on_all_ranks(what, got=type(got).__name__, allowed="scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 100)")
     if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
         fix = "make it yourself, of engine.optimizer, step it with what engine.evaluate gives, and save its state_dict() by extra={...}"
         raise on_all_ranks("ReduceLROnPlateau goes by a metric, and soli steps its scheduler without one", fix=fix)

@@ -47,7 +47,7 @@ def spelt(row: Mapping[str, str]) -> dict[str, str]:
     cells: dict[str, str] = {}
     for column, cell in row.items():
         if isinstance(column, str) and isinstance(cell, str) and not cells.get(plain(column)):
-            cells[plain(column)] = cell.strip()
+            cells[plain(column)] = re.sub(r"(?i)^\s*(?:-|\?|n/?a|nan|null|unknown)?\s*$", "", cell).strip()
     for name, columns in WORDS.items():
         if said := [cells[column] for column in columns if column in cells]:
             cells[name] = next(filter(None, said), "")

@@ -17,6 +17,7 @@ LATENT = 160.0
 SIZED = re.compile(r"(?<![\da-z.×])(\d+(?:\.\d+)?) ?b(?:illion)?(?![a-z\d])")
 """A number of parameters in a name: not one of active ones, nor of each expert."""
 RANK = re.compile(r"(?:\brank|\br(?= *=))[ =:]*([1-9]\d*)")
+ON_EXPERTS = r"\ball[- _]linear|(?:lora|adapters?)\b(?:(?!\bno)[^.;()])*\bon\b(?:(?!\bno)[^.;()])*\bexperts\b"
 USUAL_RANK = 16
 """Of adapters: TRL's lora_r (huggingface/trl, trl/trainer/model_config.py)."""
 FLASH = (FSDP, "nanotron", "soli", TESTS)
@@ -58,7 +59,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         found.refused.append("a part of its model is no transformer of these dimensions (it sees pictures)")
     told = meant("gated", text(row, "notes").lower())
     usual = told if told is not None else meant("families_gated", name.lower()) or experts > 0
-    gated = float(bool(switch(text(row, "swiglu"))) or "glu" in text(row, "swiglu").lower() or ("swiglu" not in row and bool(usual)))
+    gated = float(bool(switch(text(row, "swiglu"))) or "glu" in text(row, "swiglu").lower() or (unsaid(row, "swiglu", found) and bool(usual)))
     family = " ".join(text(row, n) for n in ("model", "test_case", "arch")).lower()
     head_size = said["head_size"] or meant("heads", family) or hidden / heads  # of some families heads are wider together than the model
     attention = hidden * hidden * (2 + 2 * kv_heads / heads)
@@ -76,12 +77,12 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         ffn = found.assumed(said, "ffn", 4 * hidden)
         if total and rest > 0 and told is None:  # which of the two number of matrices gives the parameters that it has
             gated = float(abs(rest - 3 * layers * hidden * ffn) < abs(rest - 2 * layers * hidden * ffn))
-    tied = not switch(text(row, "untie")) if "untie" in row else (not gated if said_tied is None else said_tied)
-    if known and told is None and switch(text(row, "swiglu")) is None and said["ffn"] in (None, known.ffn):
+    tied = not switch(text(row, "untie")) if not unsaid(row, "untie", found) else (not gated if said_tied is None else said_tied)
+    if known and told is None and switch(text(row, "swiglu")) is None and said["ffn"] in (None, known.ffn, known.plain_ffn):
         gated = float(known.gated)
     if known and said_tied is None and switch(text(row, "untie")) is None:
         tied = known.tied
-    if gated and not model and "swiglu" not in row:
+    if gated and not model and unsaid(row, "swiglu", found):
         found.inferred.append("swiglu=true")
     return {
         "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "head_size": head_size,
@@ -90,6 +91,11 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
         "tied": float(tied), "window": float(known.window) if known else 0.0, "windowed": known.windowed if known else 0.0,
         "plain": float(known.plain) if known and experts and layers == known.layers else 0.0, "plain_ffn": float(known.plain_ffn if known and known.plain_ffn else ffn),
     }  # fmt: skip
+
+
+def unsaid(row: Mapping[str, str], name: str, found: Row) -> bool:
+    """Whether a row is silent of a flag; what the tests of Megatron-LM, whose rows are their flags, do not set is off."""
+    return found.framework != TESTS and bool(SILENT.fullmatch(text(row, name)))
 
 
 def _sizes(row: Mapping[str, str], said: Said, found: Row) -> tuple[float | None, float | None, float | None]:
@@ -179,7 +185,7 @@ def adapters_of(row: Mapping[str, str], q: Mapping[str, float], found: Row) -> f
         found.inferred.append(f"lora_rank={USUAL_RANK}")
     rank = float(column or (told[1] if told else USUAL_RANK))
     width = q["heads"] * q["head_size"]
-    each = re.search(r"\ball[- _]linear", told_by(row) + called(row), re.I)  # experts' too
+    each = re.search(ON_EXPERTS, affirmed(f"{told_by(row)}; {called(row)}"))
     own = (q["experts"] / q["ep"] if each else 0.0) if q["experts"] else 1 - q["spared"]
     mlp = own * (2 + q["gated"]) * (q["hidden"] + q["ffn"])
     return rank * (4 * q["hidden"] + 2 * width * (1 + q["kv_heads"] / q["heads"]) + mlp)

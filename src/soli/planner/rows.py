@@ -21,7 +21,7 @@ from soli.planner.cost.states import DEEPSPEED, FULLY, KEPT, LORA, of_states
 from soli.planner.row import BY_EYE, DEVICES, RECOMPUTE, SIZE, Row, Said
 from soli.planner.row_fit import fitted, narrowed
 from soli.planner.row_machine import counted, device_of, machine_named, network_of, precision_of
-from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of
+from soli.planner.row_model import FLASH_SINCE, adapters_of, attention_of, called, model_of, unsaid
 
 COMPARED = re.compile(r"\b(?:than|like|as|vs\.?|versus|equal to|unlike)\s+\S+")
 """What a note says of another program or stage."""
@@ -317,7 +317,7 @@ def _zero(row: Mapping[str, str], shard: str, zero: float | None, point: Mapping
         if found.framework == spellings.NANOTRON or (found.framework == MEGATRON and found.generation in FLASH_SINCE):
             usual = 1.0
         zero = 3.0 if sharded else (spellings.sharding(text(row, "dist_opt")) or spellings.Sharding()).zero or float(true(row, "dist_opt"))
-        if not zero and "dist_opt" not in row:
+        if not zero and unsaid(row, "dist_opt", found):
             zero = usual if program.zero is None else program.zero
             found.inferred.append(f"zero={zero:g}")
     # that optimizer of bf16 shares its states out whatever the stage (deepspeedai/DeepSpeed, runtime/bf16_optimizer.py)
@@ -366,8 +366,8 @@ def _recomputed(row: Mapping[str, str], said: Said, words: str, point: dict[str,
             found.inferred.append("recompute: of FSDP's blocks, as LitGPT's finetuning has it")  # litgpt/finetune/lora.py, activation_checkpointing_policy
             return FULL if point["dp"] * point["cp"] > 1 else NONE, 0.0
         # transformers' models compute all of a layer again, or nothing; Megatron what attention makes between its products
-        level = NONE if point.get("flash") or "recompute_method" in row or point["eager"] > 1 else SELECTIVE
-        if "recompute_method" not in row:
+        level = NONE if point.get("flash") or found.framework == TESTS or point["eager"] > 1 else SELECTIVE
+        if found.framework != TESTS:
             found.inferred.append(f"{RECOMPUTE}{'none' if level == NONE else 'selective'}")
         return level, 0.0
     level, share, count = read
