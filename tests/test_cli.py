@@ -110,6 +110,30 @@ def test_an_output_that_is_full_or_closed_is_no_traceback(arguments: tuple[str, 
     assert (closed.stderr.read(), closed.wait(60)) == ("", 1)
 
 
+@pytest.mark.parametrize(("closed", "out", "err"), [((1,), "", "rank 0 is shown"), ((2,), "0 of 2", ""), ((1, 2), "", "")])
+def test_an_output_that_was_never_open_ends_nothing(tmp_path: Path, closed: tuple[int, ...], out: str, err: str) -> None:
+    """As by >&- and 2>&-."""
+    script, ran = tmp_path / "script.py", tmp_path / "ran"
+    script.write_text(f"import os\nprint(os.environ['RANK'], 'of 2')\nif os.environ['RANK'] == '0':\n    open({str(ran)!r}, 'w')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "soli", "run", "-n", "2", str(script)], capture_output=True, text=True, timeout=60, preexec_fn=lambda: [os.close(one) for one in closed]
+    )  # fmt: skip
+    assert (done.returncode, ran.exists()) == (0, True)
+    assert out in done.stdout
+    assert err in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_error_of_ranks_is_an_object_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "soli", "calibrate", "-n", "2", "--json"], capture_output=True, text=True, timeout=60, env={**os.environ, "SOLI_CACHE": str(tmp_path / "file")}
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["error"]["problems"][0]["what"] == "what is measured of this machine cannot be kept"
+    assert done.stderr.count("cannot be kept") == 1
+
+
 def test_env_says_what_works_and_what_does_not() -> None:
     facts = json.loads(soli("env", "--json").stdout)
     assert facts["gloo"].startswith("works")

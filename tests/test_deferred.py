@@ -190,3 +190,45 @@ def test_what_is_known_of_a_model_is_freed_with_it() -> None:
     before = len(init._logs)
     build()
     assert len(init._logs) == before
+
+
+class Turned(nn.Module):
+    """With a buffer, which runs that find the layout put back as it was; `looks`: the forward looks at a value."""
+
+    def __init__(self, looks: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.looks = nn.Embedding(8, 16), nn.Linear(16, 8), looks
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x):
+        if self.looks and (x == 0).all():
+            return self.head(self.embed(x))
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def turned(plan: str, looks: bool) -> tuple[float, float]:
+    made = []
+    for deferred in (True, False):
+        torch.manual_seed(3)
+        with soli.deferred() if deferred else torch.enable_grad():
+            model = Turned(looks)
+        batch = {"x": torch.arange(24).view(4, 6) % 8, "y": torch.arange(24).view(4, 6) % 5}
+        engine = parallelize(model, soli.losses.cross_entropy("y"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+        made.append([float(engine.step(batch)) for _ in range(2)][1])
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_a_deferred_model_may_have_buffers_under_any_plan(pool: Pool, plan: str) -> None:
+    for deferred, eager in pool.run(turned, plan, False, ranks=2):
+        assert deferred == pytest.approx(eager, rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_a_forward_that_looks_at_values_of_a_deferred_model_is_named(pool: Pool, plan: str) -> None:
+    with pytest.raises(SoliError, match="a deferred model is laid out before it has values, and its forward looks at some"):
+        pool.run(turned, plan, True, ranks=2)

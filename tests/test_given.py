@@ -284,6 +284,15 @@ def test_a_backward_of_the_programs_own_is_none_of_a_step(plan: str, before: boo
     assert float(engine.step(batch)) > 0
 
 
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [({"roles": ["x"]}, "roles has a kind for each pattern"), ({"roles": {0: "column"}}, "roles has a kind"), ({"rows": -3}, "rows of a global batch are a whole number"), ({"rows": "16"}, "rows of a global batch"), ({"clip": torch.tensor([1.0, 2.0])}, "clip is the largest norm")],
+)  # fmt: skip
+def test_what_parallelize_is_given_is_looked_at(odd: dict[str, Any], said: str) -> None:
+    with pytest.raises(SoliError, match=said):
+        parallelize(Named(), losses.mse("targets"), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1", **odd)
+
+
 @pytest.mark.parametrize(("made", "got"), [(lambda o: torch.optim.lr_scheduler.StepLR(o, 3), "StepLR"), (lambda o: lambda _: None, "NoneType")])
 def test_a_scheduler_is_a_function_of_the_optimizer(made: Any, got: str) -> None:
     model = Named()

@@ -573,6 +573,17 @@ def test_a_file_name_that_is_no_text_is_in_the_report(tmp_path: Path) -> None:
     assert "rank 1" in job.err
 
 
+@pytest.mark.parametrize(("text", "kept"), [("if rank == '0': print(rank)", False), ("print(rank)", True), ("sys.exit(int(rank))", True)])
+def test_logs_of_nobody_are_not_left(tmp_path: Path, text: str, kept: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys\nrank = os.environ['RANK']\n{text}\n")
+    told = clean_environment() | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([*SOLI, "run", "-n", "2", str(script)], env=told, capture_output=True, text=True, timeout=60, check=False)
+    (folder,) = re.findall(r"others in (\S+): rank1.log", done.stderr)
+    assert Path(folder).parent == tmp_path
+    assert Path(folder).exists() == kept
+
+
 def test_a_missing_script_is_a_mistake(tmp_path: Path) -> None:
     done = subprocess.run([*SOLI, "run", "-n", "2", str(tmp_path / "none.py")], capture_output=True, text=True)
     assert done.returncode == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -176,3 +177,86 @@ def test_gradients_that_a_program_sets_are_refused(pool: Pool, kind: str) -> Non
         assert "1.weight" in said
         assert ("0.weight" in said) == (kind == "all")
         assert moved > 0
+
+
+def labelled(output, batch):
+    """Terms that are left out where no row has their labels: of `logits` and of `other`."""
+    total = torch.zeros(())
+    for name in ("logits", "other"):
+        if (has := batch[name]).any():
+            total = total + nn.functional.cross_entropy(output[name][has], batch["targets"][has], reduction="sum")
+    return total, len(batch["targets"])
+
+
+class Labelled(nn.Module):
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.block = (nn.BatchNorm1d(3) if norm else nn.LayerNorm(3)), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.read, self.other = nn.Linear(3, 5), nn.Linear(3, 5)
+
+    def forward(self, x):
+        x = self.block(self.norm(x))
+        return {"logits": self.read(x), "other": self.other(x)}
+
+
+def labels(norm: bool) -> tuple[nn.Module, Any, list[Any]]:
+    """Of the second rank no row has a label; a head has some in one row, and in the second step in none."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for step in range(3):
+        some = torch.tensor([False, step != 1, False, False])
+        one = torch.tensor([True, step == 1, False, False])
+        found.append({"x": torch.randn(4, 3, generator=generator).double(), "targets": torch.randint(5, (4,), generator=generator), "logits": one, "other": some})
+    return Labelled(norm), labelled, found
+
+
+def seldom() -> tuple[nn.Module, Any, list[Any]]:
+    return labels(norm=False)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "dp=1,accumulate=4,tp=2", "pp=2,microbatches=4"])
+def test_a_term_that_no_row_of_a_rank_has_is_left_out(pool: Pool, plan: str) -> None:
+    for row in pool.run(worst, seldom, plan, ranks=2):
+        assert row.worst <= BOUND, row
+
+
+def normed() -> tuple[nn.Module, Any, list[Any]]:
+    return labels(norm=True)
+
+
+def test_a_term_that_no_row_of_a_rank_has_keeps_nobody_waiting(pool: Pool) -> None:
+    """Norms of the batch wait for its rows in the backward."""
+    for row in pool.run(worst, normed, "dp=2", ranks=2):
+        assert row.worst <= BOUND, row
+
+
+def trains_nothing(kind: str, plan: str) -> tuple[str, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3) if kind == "normed" else nn.Tanh(), nn.Linear(3, 1)).double()
+    batch = torch.randn(4, 3).double(), torch.randn(4, 1).double()
+    loss = (lambda output, batch: ((output.detach() - batch[1]).square().sum(), len(output))) if kind in ("normed", "detached") else losses.mse(1)
+    model.requires_grad_(kind != "frozen")
+    engine = parallelize(model, loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan=plan)
+    said = ""
+    with torch.set_grad_enabled(kind != "outside"):
+        try:
+            engine.step(batch)
+        except SoliError as error:
+            said = str(error)
+    return said, engine.step_count
+
+
+@pytest.mark.parametrize(("kind", "plan"), [("normed", "dp=2"), *product(("detached", "frozen", "outside"), ("dp=2", "dp=2,zero=3", "pp=2,microbatches=2"))])
+def test_a_step_that_trains_nothing_is_refused(pool: Pool, kind: str, plan: str) -> None:
+    """In one process backward() raises; in a pipeline nobody noticed."""
+    for said, steps in pool.run(trains_nothing, kind, plan, ranks=2):
+        assert "the loss has no gradient: a step would train nothing" in said
+        assert steps == 0
+
+
+@pytest.mark.parametrize("count", [-4, float("nan"), "4", None])
+def test_a_count_is_how_many(count: Any) -> None:
+    engine = parallelize(nn.Linear(3, 1), lambda output, batch: (output.sum(), count), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=1")
+    with pytest.raises(SoliError, match="the loss's count is no number of targets"):
+        engine.step((torch.randn(4, 3), torch.randn(4, 1)))

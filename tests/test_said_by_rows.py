@@ -16,6 +16,7 @@ from soli.planner.hardware.clusters import read_cluster
 from soli.planner.models import named, read_model
 from soli.planner.predict import predict
 from soli.planner.rows import read
+from soli.planner.search import Task, search
 from test_cost import point, usual
 
 ROW = {"gpu": "H100", "gpus": "64", "global_batch": "128", "seq_len": "4096", "framework": "megatron-core", "tp": "8", "microbatch": "1", "recompute": "full", "precision": "bf16", "sp": "on", "shard": "zero1"}  # fmt: skip
@@ -154,3 +155,24 @@ def test_a_row_of_a_clouds_server_has_its_network() -> None:
 def test_keys_heads_of_a_configuration_by_its_makers_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 32000, "model_type": "mistral"}')
     assert read_model(tmp_path / "config.json")[0].kv_heads == 8
+
+
+def test_a_row_of_solis_own_plan_is_what_a_search_says_of_it() -> None:
+    """Its stages' borders too, which lie where the longest is shortest: of 80 layers on 8 stages the last has 9 and six others 11 or 10."""
+    model = named("llama-3-70b")
+    assert model is not None
+    found = search(Task(model, read_cluster("h100:8x8"), 256, 4096, fixed={"pp": 8, "tp": 4, "cp": 1, "recompute": 1, "microbatch": 1, "zero": 1}))
+    p, row = found.points, {"model": "llama-3-70b", "gpu": "h100", "gpus": "64", "gpus_per_node": "8", "framework": "soli", "seq_len": "4096", "global_batch": "256", "precision": "bf16"}  # fmt: skip
+    said = {name: f"{getattr(p, name)[0]:g}" for name in ("tp", "pp", "dp", "zero", "microbatch")} | {"recompute": "selective", "sp": "on" if p.sp[0] else "off", "vp": f"{p.chunks[0]:g}"}
+    predicted = predict([row | said])[0]
+    assert p.pp[0] == 8
+    assert p.fewer[0] > 0
+    assert (predicted.predicted_time_s, predicted.predicted_memory_gb) == (pytest.approx(found.cost.time[0]), pytest.approx(found.cost.memory[0] / 1e9))
+
+
+def test_flops_of_a_token_are_the_models_and_not_the_plans() -> None:
+    """Routers, which each rank of tp has whole, once."""
+    model = named("kimi-k2")
+    assert model is not None
+    counts = [memory.parameters(point(**model.point(), tp=float(tp)))[0] for tp in (1, 2, 8)]
+    assert counts == pytest.approx([model.parameters] * 3)

@@ -20,6 +20,7 @@ from pool import Pool
 from soli import losses, parallelize
 from soli.core.errors import SoliError
 from soli.engine.batch import Part
+from soli.engine.deciding import peek
 from test_engine import DATA, Named, engine_for
 
 ALL = torch.stack([sample["x"] for sample in DATA])
@@ -52,6 +53,39 @@ def test_a_stream_that_is_read_again_gives_the_next_epoch() -> None:
 def test_numbers_of_batches_are_whole(odd: dict[str, Any]) -> None:
     with pytest.raises(SoliError, match=f"{next(iter(odd))} of engine.batches is a whole number"):
         engine_for("dp=1").batches(DATA, **{"global_batch": 6} | odd)
+
+
+class Sized(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DATA)
+
+    def __len__(self) -> int:
+        return len(DATA)
+
+
+def test_a_stream_that_knows_its_length_is_read_one_after_another() -> None:
+    """torch's have a __getitem__, which gives nothing."""
+    _, batch = peek(Sized(), 3, None)
+    assert torch.equal(batch["x"], ALL[:3])
+
+
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_a_loop_may_ask_how_many_batches_there_are(epochs: int | None) -> None:
+    stream = engine_for("dp=1").batches(DATA, 5, epochs=epochs)
+    assert len(stream) == len(read(stream)) == 5 * (epochs or 1)
+    with pytest.raises(TypeError, match="nobody knows"):
+        len(engine_for("dp=1").batches(Sized(), 5, shuffle=False))
+
+
+class Endless:
+    def __getitem__(self, number: int) -> Any:
+        return DATA[number % 24]
+
+
+@pytest.mark.parametrize("dataset", [None, 5, Endless()])
+def test_what_gives_no_samples_in_any_order_is_none(dataset: Any) -> None:
+    with pytest.raises(SoliError, match="is given no dataset"):
+        engine_for("dp=1").batches(dataset, 6)
 
 
 def test_a_batch_of_numpys_number_of_samples_is_saved(tmp_path: Path) -> None:

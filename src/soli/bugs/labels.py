@@ -178,8 +178,7 @@ def population(sample: Path) -> dict[str, int]:
     allowed = '{"population": {"fix": 2651, "rest": 8504}}'
     silent = lambda error: SoliError("this does not say what was drawn from", got=f"{sample}: {error!r}", allowed=allowed)
     with blaming(silent, OSError, ValueError, KeyError, TypeError):
-        said = json.loads(sample.read_text(encoding="utf-8"))["population"]
-        return {name: int(said[name]) for name in SAMPLES}
+        return {name: int(json.loads(sample.read_text(encoding="utf-8"))["population"][name]) for name in SAMPLES}
 
 
 def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:

@@ -193,8 +193,7 @@ def _sources(source: Path) -> dict[str, Path]:
 def _refused(source: Path, pickles: list[str]) -> SoliError:
     allowed = "a .safetensors file, or a folder with model.safetensors or its index"
     if pickles:
-        what = f"{source} is a pickle, which runs code when it is opened: soli does not open it"
-        return SoliError(what, got=", ".join(pickles[:5]), allowed=allowed, fix=PICKLE_FIX)
+        return SoliError(f"{source} is a pickle, which runs code when it is opened: soli does not open it", got=", ".join(pickles[:5]), allowed=allowed, fix=PICKLE_FIX)
     return SoliError(f"{source} is nothing that soli imports", allowed=allowed)
 
 

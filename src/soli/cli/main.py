@@ -40,6 +40,9 @@ app.command("env")(env.env)
 
 def main() -> None:
     """The entry point: a SoliError is one screen and its exit code; under --json an object too, on the standard output."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as by >&-
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 as long as the program runs
     try:
         try:
             app()

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from typer import Option
 
-Ranks = Annotated[int, Option("--ranks", "-n", min=1, help="Ranks on this machine.")]
+Ranks = Annotated[int, Option("--ranks", "-n", min=1, max=4096, help="Ranks on this machine.")]
 
 Backend = Annotated[str | None, Option(help="Of CPU ranks: local (shared memory) or gloo; soli env says which and why.")]
 

@@ -60,8 +60,7 @@ def search(
     if whatif and (html is not None or why_not):
         raise SoliError("--whatif answers its own questions", fix="ask --html and --why-not in a run without it")
     made = read_cluster(cluster)
-    usual = "bf16" if "bf16" in made.device.tflops else "fp16"
-    names = (name.strip() for name in (precision or usual).split(","))
+    names = (name.strip() for name in (precision or ("bf16" if "bf16" in made.device.tflops else "fp16")).split(","))
     asked = ",".join(_one_of("precision", name, tuple(explain.WORDS["precision"])) for name in names)
     program = program_of(model)
     try:

@@ -194,8 +194,7 @@ def _from_pairs(pairs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
     problems = []
     for key, value in pairs.items():
         if key not in defaults:
-            fix = nearest(key, defaults, _keys())
-            problems.append(Problem(f"a plan has no key '{key}'", got=f"{key}={value}", fix=fix))
+            problems.append(Problem(f"a plan has no key '{key}'", got=f"{key}={value}", fix=nearest(key, defaults, _keys())))
             continue
         try:
             typed[key] = _read(key, value, defaults[key])

@@ -74,23 +74,23 @@ class Agreement:
         """One small reduction: every rank's total and count in slots of their own, what must be alike, and which parameters were used."""
         size, reducer = engine.dp.size, engine.laid.reducer
         flags, seal = [slot.arrived for unit in reducer.units for slot in unit.slots], self.seal(engine)
-        facts = torch.tensor([0.0] * 5 * size + flags, dtype=torch.float64)
-        mine = facts[: 5 * size].view(5, size)
-        mine[:2, engine.dp.index] = torch.tensor([total, count], dtype=torch.float64)
+        facts = torch.tensor([0.0] * 6 * size + flags, dtype=torch.float64)
+        mine = facts[: 6 * size].view(6, size)
+        mine[:3, engine.dp.index] = torch.tensor([total, count, reducer.differentiated or any(flags)], dtype=torch.float64)
         # that of the same rows, up to rounding; a total may be a difference of large terms
         whole = engine.step_count == 0 and engine.plan.tensor == "1d" and 1e-4 * engine._first.size < abs(total) < 1e300
         loss = float(f"{total:.1e}") if whole else 0.0
         on_tp = _number(loss, *parts.BESIDE)
-        apart = same.apart_along(engine, [self.rows, self.common, seal], facts[: 2 * size], on_tp)
-        mine[2:, engine.dp.index] = torch.tensor([self.common, seal, apart], dtype=torch.float64)
+        apart = same.apart_along(engine, [self.rows, self.common, seal], facts[: 3 * size], on_tp)
+        mine[3:, engine.dp.index] = torch.tensor([self.common, seal, apart], dtype=torch.float64)
         all_reduce(facts, engine.dp, label="loss, count and used parameters")
-        if not engine.mesh.all.simulated and (mine[4].any() or (mine[2:4] != mine[2:4, :1]).any()):
+        if not engine.mesh.all.simulated and (mine[5].any() or (mine[3:5] != mine[3:5, :1]).any()):
             self._explain(engine, loss)
         if parts.BESIDE:
             need_own(engine)
         if engine.step_count & (engine.step_count + 1) == 0:
             need_same_parameters(engine)
-        reducer.set_used([bool(flag) for flag in facts[5 * size :].tolist()])
+        reducer.set_used([bool(flag) for flag in facts[6 * size :].tolist()])
         if engine.pipeline is not None:
             pipelined.agree_on_use(engine)
         totals, counts = mine[:2]
@@ -100,6 +100,9 @@ class Agreement:
         counted = float(counts.sum()) or float(engine.mesh.all.simulated)
         if not counted:
             raise on_all_ranks("no target of the global batch was counted", got="count = 0 on every rank")
+        if not mine[2].any():
+            fix = "do not detach what the loss is made of; leave something to train; call the step outside of torch.no_grad()"
+            raise on_all_ranks("the loss has no gradient: a step would train nothing", got=f"a loss of {float(totals.sum()) / counted:.6g}", fix=fix)
         return totals, counted
 
     def _explain(self, engine: Engine, loss: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +37,19 @@ def total_and_count(result: Any) -> tuple[Tensor, float]:
         fix = "sum instead of averaging (reduction='sum') and return the count too; soli.losses has the usual ones"
         raise on_all_ranks(what, got=f"{type(result).__name__}", allowed=allowed, fix=fix)
     total, count = result
-    if not isinstance(total, Tensor) or total.dim() != 0:
-        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise on_all_ranks("the loss's total is no 0-d tensor", got=shape, fix="return total.sum()")
+    total = torch.tensor(float(total)) if isinstance(total, int | float) else total  # of rows without any
+    if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
+        shape = f"{tuple(total.shape)}, {total.dtype}" if isinstance(total, Tensor) else type(total).__name__
+        raise on_all_ranks("the loss's total is no 0-d tensor of a real number", got=shape, fix="return total.sum(), of a complex one its abs()")
     if isinstance(count, Tensor) and count.requires_grad:
         what = "the loss's count depends on what is trained, and no gradient goes through it"
         allowed = "the number of targets that were counted, or a weight of theirs"
         fix = "return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row"
         raise on_all_ranks(what, got="a count that requires gradients", allowed=allowed, fix=fix)
-    return total, float(count)
+    with suppress(TypeError, ValueError):
+        if not isinstance(count, str) and 0 <= float(count) < torch.inf:
+            return total, float(count)
+    raise on_all_ranks("the loss's count is no number of targets", got=repr(count)[:80], allowed="0 or more")
 
 
 def rounding(engine: Engine, count: float) -> float:

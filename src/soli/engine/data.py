@@ -71,7 +71,7 @@ class Stream(Iterator[Part]):
 
     def __init__(self, dataset: Any, order: Order, collate: Callable[[list[Any]], Any] | None, workers: int) -> None:
         collated = partial(_collated, collate or default_collate, order.ranks)  # workers may have to pickle it
-        read = _stream if _is_stream(dataset) else partial(_by_number, workers=workers)
+        read = _stream if is_stream(dataset) else partial(_by_number, workers=workers)
         self._make = lambda order: read(dataset, order, collated)
         self.order = order
         _check(dataset, order, workers)
@@ -89,6 +89,11 @@ class Stream(Iterator[Part]):
             return part
         self._over = True
         raise StopIteration
+
+    def __len__(self) -> int:
+        if not self.order.size:
+            raise TypeError("nobody knows how many batches a stream of samples gives")
+        return -(-self.order.size // self.order.global_batch) * (self.order.epochs or 1)
 
     def anew(self) -> Iterator[Part]:
         """All of it, from the beginning, wherever it stands; it stays where it stands."""
@@ -120,21 +125,26 @@ def need_samples(dataset: Any) -> None:
 
 def _check(dataset: Any, order: Order, workers: int) -> None:
     asked = {"global_batch": order.global_batch, "epochs": order.epochs or 0, "workers": workers}
-    odd = (Problem(f"{name} of engine.batches is a whole number", repr(x), "0, 1, 2, ...") for name, x in asked.items() if not hasattr(x, "__index__") or x < 0)
+    odd = [Problem(f"{name} of engine.batches is a whole number", repr(x), "0, 1, 2, ...") for name, x in asked.items() if not hasattr(x, "__index__") or x < 0]
+    odd += [Problem("shuffle of engine.batches says neither", repr(order.shuffle), "True or False")] * (order.shuffle not in (True, False))
+    if not hasattr(dataset, "__iter__" if is_stream(dataset) else "__len__"):
+        allowed = "what gives samples one after another, or by number and says by len() how many"
+        odd.append(Problem("engine.batches is given no dataset", type(dataset).__name__, allowed))
     raise_all(odd, everywhere=True)
     if order.global_batch < order.ranks:
         what = "the global batch is smaller than the number of data-parallel ranks"
         raise on_all_ranks(what, got=f"global_batch={order.global_batch}, dp={order.ranks}", allowed=f"{order.ranks} or more")
-    if _is_stream(dataset):
+    if is_stream(dataset):
         if order.shuffle:
             what = "a stream cannot be shuffled by soli: it has no length and no samples by number"
             raise on_all_ranks(what, got=type(dataset).__name__, fix="pass shuffle=False (and shuffle in the stream), or give a map-style dataset")
     elif len(dataset) == 0:
         raise on_all_ranks("the dataset is empty", got=f"{type(dataset).__name__} of length 0")
-    order.global_batch, order.size = int(order.global_batch), 0 if _is_stream(dataset) else len(dataset)
+    order.global_batch, order.size = int(order.global_batch), 0 if is_stream(dataset) else len(dataset)
 
 
-def _is_stream(dataset: Any) -> bool:
+def is_stream(dataset: Any) -> bool:
+    """Whether it gives samples one after another, and not by number."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 

@@ -18,6 +18,7 @@ from soli.core.plan import Plan
 from soli.core.progress import SIZES
 from soli.engine import rng
 from soli.engine.batch import Part, as_dict, rows_of
+from soli.engine.data import is_stream
 from soli.engine.taken import Taken, is_beyond
 from soli.mesh.collectives import extreme
 from soli.parallel.lift import wide
@@ -176,7 +177,7 @@ def enough(example: Any, ranks: int) -> Any:
 def peek(dataset: Any, count: int, collate: Callable[[list[Any]], Any] | None) -> tuple[Any, Any]:
     """The dataset and a batch of its first samples. What can be read only once is put together again."""
     with rng.kept():  # samples may be drawn
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        if not is_stream(dataset):
             samples = [dataset[i] for i in range(min(count, len(dataset)))]
         else:
             stream = iter(dataset)

@@ -159,8 +159,7 @@ class Unwritten:
         with undone(self.both, plan) if self.looking else kept.unchanged(self.model):
             start = kept.values(self.model) if self.noting else None
             yield
-            changes = {} if start is None else kept.in_state(self.model, kept.changed(self.model, start))
-            self.moved = frozenset(changes)
+            self.moved = frozenset({} if start is None else kept.in_state(self.model, kept.changed(self.model, start)))
         moved, wrote = _versions(self.original) != before, _versions(self.model) != kept_before  # to undo is to write, too
         what = "the forward writes into parameters at some calls, and at the first one it did not"
         if moved and not self.looking:

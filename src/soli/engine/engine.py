@@ -81,6 +81,8 @@ def parallelize(
         "model is a module": (isinstance(model, nn.Module), model, "a torch.nn.Module"),
         "plan is a text or a Plan": (isinstance(plan, str | Plan), plan, "such as dp=2,zero=3"),
         "memory is of bytes that a rank may take": (memory is None or _above_0(memory), memory, "above 0"),
+        "rows of a global batch are a whole number": (rows is None or (hasattr(rows, "__index__") and rows > 0), rows, "1, 2, 3, ..."),
+        "roles has a kind for each pattern": (isinstance(roles or {}, dict) and all(isinstance(x, str) for one in (roles or {}).items() for x in one), roles, '{"*.out_proj": "replicated"}'),
         "seed is a whole number": (hasattr(seed, "__index__"), seed, "0, 1, 2, ..."),
         "clip is the largest norm of the gradient": (clip is None or _above_0(clip), clip, "above 0, or None: no clipping"),
     }
@@ -108,7 +110,7 @@ def problems(model: nn.Module, roles: dict[str, str] | None, plan: Plan) -> list
 
 
 def _above_0(number: Any) -> bool:
-    return isinstance(number, Real | Tensor) and bool(number > 0)  # type: ignore[operator]
+    return (isinstance(number, Real) or (isinstance(number, Tensor) and number.numel() == 1)) and bool(number > 0)  # type: ignore[operator]
 
 
 class Engine:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from soli.core.errors import Problem, listing
+from soli.core.errors import Problem, SoliError, blaming, listing
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import between, effects
@@ -68,6 +68,11 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     return roles
 
 
+def _looked(error: Exception) -> SoliError:
+    what = "a deferred model is laid out before it has values, and its forward looks at some, or makes tensors of its own on another device"
+    return SoliError(what, got=f"{error}".split("\n")[0], fix="build it without soli.deferred(); make tensors on the batch's device (device=x.device)")
+
+
 class Runner:
     """Runs a model and its loss on a few rows, and leaves what it changes and its modes as they were."""
 
@@ -82,7 +87,7 @@ class Runner:
         for rows in (min(most, ROWS), *(n for n in range(ROWS + 1, most + 1) if most % n == 0)):
             data = to_device(take(part.data, 0, rows) if rows else None, device)
             made.append(cls(engine.model, engine._call, engine.loss_fn, data, rows, engine.plan, engine.seed))
-            with suppress(RuntimeError, ValueError, IndexError, AssertionError):
+            with suppress(RuntimeError, ValueError, IndexError, AssertionError, SoliError):
                 if most > ROWS:
                     made[-1].run()
                 return made[-1]
@@ -97,7 +102,9 @@ class Runner:
         leaves in attributes stay. `gradients`: the loss can be differentiated, by `then`: a backward may need buffers as the forward
         left them. `alike`: what there is to look at in passes that are."""
         randomness = Randomness(self.model, self.seed)
+        deferred = next(self.model.parameters()).is_meta
         with (
+            blaming(_looked, RuntimeError) if deferred else nullcontext(),
             torch.set_grad_enabled(gradients), between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving), randomness.probe(self.rows),

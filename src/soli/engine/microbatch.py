@@ -47,7 +47,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         gatherer.begin_backward()
         engine.randomness.backward()
         value = float(total.detach()) if total is not None and count else 0.0
-        if total is not None and (count or _together(engine)):
+        if total is not None and (_together(engine) or (count and total.requires_grad)):  # a term may be of none of these rows
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
         elif total is not None:
@@ -92,6 +92,7 @@ def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
     output = engine._call(data := tree_map(lambda x: x, data))
     total, count = total_and_count(engine.loss_fn(output, data))
     need_own(engine, [total], count, data)
+    engine.laid.reducer.differentiated |= total.requires_grad
     if engine.mesh.all.simulated and torch.is_grad_enabled():
         count = count or 1.0  # other rows have targets
     elif not count and not total.is_meta and torch.isfinite(total) and total != 0:
@@ -99,13 +100,14 @@ def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
         allowed = "a total of 0, or one that is not finite, where the count is 0"
         fix = "add only what belongs to counted targets, or count what the loss is of (its tokens)"
         raise SoliError(what, got=f"{float(total.detach()):.6g}", allowed=allowed, fix=fix)
-    if count or not (_together(engine) and torch.is_grad_enabled()):
+    if (count and total.requires_grad) or not (_together(engine) and torch.is_grad_enabled()):
         return total, count
     kind = type(output).__name__
     read = {*children_first([total.grad_fn])} if total.grad_fn is not None else None  # what the loss leaves out has no gradient
     outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.dim() and x.requires_grad]
     outputs = [x for x in outputs if read is None or x.grad_fn in read] or outputs
-    total, output = total.new_zeros(()), None  # the graph of the loss goes before there is another
+    engine.laid.reducer.blank = read is None and engine.pipeline is None
+    total, output = total.detach() if count else total.new_zeros(()), None  # the graph of the loss goes before there is another
     if not outputs:
         what = "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from"
         fix = "return the logits too, give every row a target, or use tensor=1d and GroupNorm"

@@ -90,8 +90,7 @@ def _trace(runner: Runner, parts: list[Unit], training: bool) -> watch.Trace:
     with watch.watched(parts):
         runner.run(around, training, leaving=True)
     if versions != [x._version for x in leaves]:
-        what = "the forward writes into the batch, which every stage reads"
-        raise on_all_ranks(what, fix="make a new tensor (x = x * 2 and not x *= 2), or use pp=1")
+        raise on_all_ranks("the forward writes into the batch, which every stage reads", fix="make a new tensor (x = x * 2 and not x *= 2), or use pp=1")
     return tracers[0].trace
 
 

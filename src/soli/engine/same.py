@@ -63,7 +63,7 @@ def mark(engine: Engine, batch: Any) -> float:
 
 
 def apart_along(engine: Engine, numbers: list[float], facts: Tensor, on_tp: float = 0.0) -> float:
-    """Sum `facts`, which the last stage has, over pp. Whether ranks that have the same rows differ in any of the numbers, or those of tp
+    """Sum `facts`, which stages have of their own, over pp. Whether ranks that have the same rows differ in any of the numbers, or those of tp
     in another one, or saw that some do."""
     found = 0.0
     for name, axis in engine.mesh.axes.items():

@@ -160,8 +160,7 @@ def _global_optimizer(engine: Engine) -> dict[str, Tensor]:
         param = name.removeprefix("optimizer.").rpartition(".")[0]
         slot, unit = slots.get(param, (None, None))
         # A scalar is the same for all who hold it, and the others have less than any number.
-        shard = unit.shard_axis if unit else engine.mesh.sharing()[1]
-        all_reduce(whole, shard, "sum" if shape else "max", label=name)
+        all_reduce(whole, unit.shard_axis if unit else engine.mesh.sharing()[1], "sum" if shape else "max", label=name)
         if shape and slot is not None and slot.portion is not None and slot.whole_shape == shape:
             for axis in cut_over(slot.param):
                 all_reduce(whole, engine.mesh[axis], label=name)

@@ -155,8 +155,7 @@ _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 def _operation(name: str) -> str | None:
     """Of c10d's names and those of functional collectives (allreduce_coalesced_, _allgather_base_), what they all are."""
-    plain = name.replace("_", "")
-    return next((one for one in _OPERATIONS if plain.startswith(one.replace("_", ""))), None)
+    return next((one for one in _OPERATIONS if name.replace("_", "").startswith(one.replace("_", ""))), None)
 
 
 class _TorchCollectives(TorchDispatchMode):

@@ -176,8 +176,7 @@ def _not_started(rank: int, size: int, address: str, error: Exception) -> SoliEr
     port, text = os.environ["MASTER_PORT"], str(error).strip().split("\n")[0]
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         what = f"port {port} on {address} is in use, so the ranks cannot meet there"
-        fix = "set MASTER_PORT to another, or start with `soli run`, which finds a free one"
-        return SoliError(what, got=f"MASTER_PORT={port}", allowed="a free port", fix=fix)
+        return SoliError(what, got=f"MASTER_PORT={port}", allowed="a free port", fix="set MASTER_PORT to another, or start with `soli run`, which finds a free one")
     what = f"rank {rank} could not meet the other {size - 1} at {address}:{port}"
     return failure(what, got=text, fix="are all ranks started, and is that address reachable from each host?")
 

@@ -152,8 +152,7 @@ class Gatherer:
             elif not block.gathered and block.pending is None:
                 self._issue(block)  # a block that runs again; every rank runs it again
                 block.repeats = True
-                text = f"{block.name} runs more than once a forward: kept gathered until the forward ends"
-                events.emit("note", text=text)
+                events.emit("note", text=f"{block.name} runs more than once a forward: kept gathered until the forward ends")
             self._join(min(self._cursor + 1, len(self.order)))  # one ahead, while this one computes
             self._wait(block)
             block.given = max((node._sequence_nr() for node in _made_by(inputs)), default=OVER)

@@ -169,7 +169,7 @@ def restore(model: nn.Module, before: Snapshot, tensors: bool = True) -> None:
         for name, tensor in (*_buffers(model), *model.named_parameters()):
             old = before.get(name)
             if isinstance(old, Tensor) and old.shape == tensor.shape:
-                tensor.copy_(old)
+                tensor.is_meta or tensor.copy_(old)  # which would count as a change
     stays = lambda value: not tensors and (isinstance(value, Tensor | tuple) or _holds(value))  # what tensors may lie in
     for path, module in model.named_modules():
         if module not in before.attributes:

@@ -79,8 +79,7 @@ def _in_common(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one memory have an element in common, and not just lie between each other's, as columns of a matrix do."""
     if x.dtype.itemsize != y.dtype.itemsize:
         return True
-    last = max(kept.extent(x)[1], kept.extent(y)[1]) // x.element_size()
-    marked = torch.zeros(last, dtype=torch.bool)
+    marked = torch.zeros(max(kept.extent(x)[1], kept.extent(y)[1]) // x.element_size(), dtype=torch.bool)
     marked.as_strided(x.shape, x.stride(), x.storage_offset()).fill_(True)
     return bool(marked.as_strided(y.shape, y.stride(), y.storage_offset()).any())
 

@@ -22,8 +22,7 @@ def cast(model: nn.Module, plan: Plan) -> None:
     if plan.precision != "fp64":
         return
     if any(p.is_meta for p in model.parameters()):
-        fix = "call model.double() inside the `with soli.deferred():` block"
-        raise on_all_ranks("precision=fp64 cannot cast a model that was built under soli.deferred()", fix=fix)
+        raise on_all_ranks("precision=fp64 cannot cast a model that was built under soli.deferred()", fix="call model.double() inside the `with soli.deferred():` block")
     model._apply(wide)
 
 

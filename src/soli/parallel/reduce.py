@@ -54,6 +54,7 @@ class Reducer:
                 slot.param.register_post_accumulate_grad_hook(arrive)
                 slot.param._laid = True  # type: ignore[attr-defined]
         self._seen: set[int] = set()
+        self.blank = self.differentiated = False  # whether what arrives are zeros of a loss that nothing is of; whether a loss of the step has a gradient
 
     def reorder(self, units: list[Unit]) -> None:
         """Before a backward has begun: the order in which backward completes them is another one."""
@@ -66,7 +67,7 @@ class Reducer:
         """Around the backwards of a step, of which an error may leave one open."""
         self._parts.clear()
         self.zeros.clear()
-        self._summing = None
+        self._summing, self.differentiated = None, False
         while self._flying:  # of a step that an error ended
             unit, pending = self._flying.popleft()
             pending.wait()
@@ -87,7 +88,7 @@ class Reducer:
         for unit in [] if last else self.units:
             if unit.zero >= 2:
                 unit.grad_shard = None
-        self._last, self._next, self._open = last, 0, True
+        self._last, self._next, self._open, self.blank = last, 0, True, False
         self._missing = [len(unit.slots) for unit in self.units]
         self._seen.clear()
 
@@ -115,7 +116,7 @@ class Reducer:
             place.add_(grad)
         else:
             place.copy_(grad)
-            slot.arrived = True
+            slot.arrived = not self.blank
         if id(param) not in self._seen:
             self._seen.add(id(param))
             self._missing[number] -= 1

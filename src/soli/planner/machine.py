@@ -73,8 +73,7 @@ class Machine:
         known = [key.split()[1].split("x") for key in self.collectives if key.startswith(f"{operation} ")]
         far = lambda one: (abs(math.log(int(one[0]) / ranks)), abs(math.log(int(one[1]) / stride)))
         n, s = min(known, key=far)
-        scale = ranks / int(n)
-        return [[size, seconds * scale] for size, seconds in self.collectives[f"{operation} {n}x{s}"]]
+        return [[size, seconds * (ranks / int(n))] for size, seconds in self.collectives[f"{operation} {n}x{s}"]]
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ def _said_of_timeline(found: Found) -> str:
 def _timeline(axes: Any, task: Task, answer: explain.Answer, found: Found) -> None:
     stages, chunks, times, shown = _first(found)
     spent = float((found.cost.layers[0] + found.cost.tables[0] / stages) / times)
-    recomputed = float(found.points.recompute[0]) == 2.0
-    forward = spent / (4 if recomputed else 3) / chunks
+    forward = spent / (4 if (float(found.points.recompute[0]) == 2.0) else 3) / chunks
     seconds = {"F": forward, "B": spent / chunks - forward}
     steps = played([order(n, stages, chunks, shown) for n in range(stages)], seconds)
     for rank, (kind, stage, _), start, end in steps:

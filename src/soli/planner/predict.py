@@ -105,8 +105,7 @@ def learn(rows: Sequence[Row], families: set[tuple[str, str]]) -> dict[tuple[str
         own = [row for row in usable if family_of(row) == family]
         if len(own) < FEWEST:
             what = "constants cannot be fitted to so few measured rows"
-            allowed = f"{FEWEST} or more of each framework and generation of devices"
-            raise SoliError(what, got=f"{len(own)} of {family[0]} on {family[1]}", allowed=allowed)
+            raise SoliError(what, got=f"{len(own)} of {family[0]} on {family[1]}", allowed=f"{FEWEST} or more of each framework and generation of devices")
         found[family] = learn_family(own, known(*family))
     return found
 

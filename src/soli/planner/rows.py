@@ -13,7 +13,7 @@ from soli.planner import spellings
 from soli.planner.cells import SILENT, number, text, true
 from soli.planner.columns import COLUMNS, MEMORIES, STATES, TIMES, WORDS, spelt, told_by, unread
 from soli.planner.combined import combined
-from soli.planner.cost import memory
+from soli.planner.cost import borders, memory
 from soli.planner.cost import points as cost
 from soli.planner.cost.points import FULL, NONE, SELECTIVE, points
 from soli.planner.cost.programs import MEGATRON, OLD, TESTS, WHOLE, blocks, first, of_program, tells
@@ -87,6 +87,9 @@ def read(row: Mapping[str, str]) -> Row:
         found.refused += _impossible(said, point)
     if not found.refused:
         found.point = point
+        if found.framework == "soli" and point["pp"] > 1:  # as a search of its plans has them
+            placed = borders.placed(points([point]))
+            point |= {"longest": float(placed.longest[0]), "fewer": float(placed.fewer[0])}
         if point["frozen"]:
             _adapted(row, f"{called(row)} {told}", point, found)
         found.inferred += _uncounted(said, point)

@@ -115,8 +115,7 @@ def layouts(task: Task) -> Table:
     kept &= table["microbatch"] == fixed.get("microbatch", table["microbatch"])  # what is cut otherwise is not what was fixed
     kept &= table["microbatch"] % rows ** np.where(cube, 2, 1) == 0
     kept &= (table["sp"] == 0) | ((tensor == points.LINE) & (tp > 1) & (task.seq / cp % tp == 0))
-    heads = task.model.heads / np.where(cube, rows, tp / rows)
-    kept &= ring | ((cp > 1) & (heads % cp == 0))
+    kept &= ring | ((cp > 1) & ((task.model.heads / np.where(cube, rows, tp / rows)) % cp == 0))
     if not chooses(task.framework, "ring"):
         kept &= (cp == 1) | ~ring
     if not chooses(task.framework, "crossed"):
@@ -183,8 +182,7 @@ def counted(task: Task) -> int:
 
 def _levels(task: Task) -> tuple[float, ...]:
     """What can be recomputed of all layers alike."""
-    said = (task.fixed or {}).get("recompute")
-    return tuple(level for level in LEVELS.values() if said in (None, level))
+    return tuple(level for level in LEVELS.values() if (task.fixed or {}).get("recompute") in (None, level))
 
 
 def _budgets(task: Task, table: Table) -> Places:
@@ -225,10 +223,8 @@ def _ordered(task: Task, table: Table) -> NDArray[np.bool_]:
 def _sharded(task: Task, table: Table) -> tuple[Array, Places, Places, Places]:
     """All ways to shard; the first and the number of those of each kind of row; the rows' kinds."""
     spread = points_of(task, table).expert_replicas if task.model.experts else np.zeros(size(table))
-    columns = np.stack([table["dp"], table["cp"], spread, table["pp"] > 1], axis=1)
-    kinds, kind = distinct(columns)
-    fixed = tuple((task.fixed or {}).items())
-    ways = [_ways(*one, task.framework, fixed) for one in kinds.tolist()]
+    kinds, kind = distinct(np.stack([table["dp"], table["cp"], spread, table["pp"] > 1], axis=1))
+    ways = [_ways(*one, task.framework, tuple((task.fixed or {}).items())) for one in kinds.tolist()]
     count = np.array([len(one) for one in ways], dtype=np.int64)
     return np.concatenate(ways), np.cumsum(count) - count, count, kind
 

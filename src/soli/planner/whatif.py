@@ -92,5 +92,4 @@ def _last(fits: Callable[[int], bool], most: int) -> int:
 
 def _none(task: Task, why: str) -> SoliError:
     allowed = f"{task.limit / explain.GB:.1f} GB a device"
-    fix = "more devices, more memory a device, or less that is fixed"
-    return SoliError(f"{task.cluster} holds nothing of {task.model.name}", got=why, allowed=allowed, fix=fix)
+    return SoliError(f"{task.cluster} holds nothing of {task.model.name}", got=why, allowed=allowed, fix="more devices, more memory a device, or less that is fixed")

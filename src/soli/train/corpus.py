@@ -91,8 +91,7 @@ def _size(document: Document) -> int:
     except UnicodeEncodeError as error:
         got = ascii(document.text[error.start])
         allowed = "text that UTF-8 can say"
-        fix = "mend the file: this is one half of a surrogate pair"
-        raise SoliError(f"{document.name} holds half a character", got=got, allowed=allowed, fix=fix) from error
+        raise SoliError(f"{document.name} holds half a character", got=got, allowed=allowed, fix="mend the file: this is one half of a surrogate pair") from error
 
 
 def read_text(path: Path) -> str:
@@ -103,8 +102,7 @@ def read_text(path: Path) -> str:
         raise SoliError("the file cannot be read", got=f"{path}: {error.strerror}", fix="check data.path (--data), data.kind") from error
     except UnicodeDecodeError as error:
         got = f"byte 0x{error.object[error.start]:02x} at {error.start}"
-        fix = "convert it (iconv), or leave it out by data.pattern"
-        raise SoliError(f"{path} is not UTF-8", got=got, allowed="text in UTF-8", fix=fix) from error
+        raise SoliError(f"{path} is not UTF-8", got=got, allowed="text in UTF-8", fix="convert it (iconv), or leave it out by data.pattern") from error
 
 
 def _stdlib() -> Iterator[Document]:
@@ -183,7 +181,6 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
             raise SoliError("the dataset has no split `train`", got=", ".join(data), fix=f"give the folder of one split, {path / next(iter(data))}")
         data = data["train"]
     if field not in data.column_names:
-        got = ", ".join(data.column_names)
-        raise SoliError(f"the dataset has no field {field!r}", got=got, fix="name it: data.field")
+        raise SoliError(f"the dataset has no field {field!r}", got=", ".join(data.column_names), fix="name it: data.field")
     for number, text in enumerate(data[field]):
         yield Document(f"{path.name}:{number}", _field({field: text}, field, f"{path}, row {number}"))

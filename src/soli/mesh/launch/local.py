@@ -114,6 +114,7 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
         folder = log_dir or Path(tempfile.mkdtemp(prefix="soli-run-"))
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+    code = 1
     try:
         if logged:
             others = "rank1.log" if n == 2 else f"rank1.log to rank{n - 1}.log"
@@ -125,8 +126,9 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
             _sweep(meeting["SOLI_JOB"])
         return code
     finally:
-        if log_dir is None and not logged:
-            shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it
+        said = logged and (code or any(log.stat().st_size for log in folder.glob("*.log")))
+        if log_dir is None and not said:
+            shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it, or nobody has said anything there
 
 
 class _Terminated(BaseException):
@@ -142,7 +144,9 @@ def _told_to_end() -> ExitStack:
         raise _Terminated
 
     if threading.current_thread() is threading.main_thread():  # no other one may set it
-        afterwards.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, told))
+        for one in (signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed, but under nohup
+            if signal.getsignal(one) != signal.SIG_IGN:
+                afterwards.callback(signal.signal, one, signal.signal(one, told))
     return afterwards
 
 
@@ -201,8 +205,7 @@ def _port(n: int) -> int:
         except OSError as error:
             why = "is in use" if error.errno == errno.EADDRINUSE else "cannot be used"
             what = f"port {said} on 127.0.0.1 {why}, so the ranks cannot meet there"
-            got = f"MASTER_PORT={said}: {error.strerror}"
-            raise SoliError(what, got=got, allowed="a free port", fix="unset MASTER_PORT, and soli finds a free one") from error
+            raise SoliError(what, got=f"MASTER_PORT={said}: {error.strerror}", allowed="a free port", fix="unset MASTER_PORT, and soli finds a free one") from error
         return int(said) if said else int(probe.getsockname()[1])
 
 

@@ -184,8 +184,7 @@ class LocalGroup(_Base):
             inbox = self._inboxes[self._here.index(source)]
             with engine.lock:
                 message = inbox.expect(tag, data, checksum)
-            steps = messages.receive(inbox, message, data, checksum)
-            work = self._issue(object(), steps, tensors, back, inbox.source)
+            work = self._issue(object(), messages.receive(inbox, message, data, checksum), tensors, back, inbox.source)
         work.source.append(source)
         return work
 
@@ -222,8 +221,7 @@ class LocalGroup(_Base):
 
     def _operation(self, name: str, more: str, tensor: Tensor, checksum_of: str = "") -> Operation:
         if watching(name, tensor, self.ranks):
-            times = self.ranks if name in ("all_gather", "reduce_scatter") else 1
-            nbytes = times * tensor.numel() * tensor.element_size()
+            nbytes = (self.ranks if name in ("all_gather", "reduce_scatter") else 1) * tensor.numel() * tensor.element_size()
             recorder.add(name, self._name, nbytes, tuple(dist.get_process_group_ranks(self)), "", "torch")
         text, checksum = _words(name, more, tensor.dtype, tuple(tensor.shape), checksum_of)
         return Operation(text, call_site(), checksum)

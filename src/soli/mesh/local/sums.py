@@ -26,8 +26,7 @@ def name_of(op: Any) -> str:
     for name in COMBINE:
         if op == getattr(dist.ReduceOp, name.upper()):
             return name
-    fix = "take SOLI_BACKEND=gloo, or scale before the sum"
-    raise SoliError("the local backend does not have this reduction", got=str(op), allowed=", ".join(COMBINE), fix=fix)
+    raise SoliError("the local backend does not have this reduction", got=str(op), allowed=", ".join(COMBINE), fix="take SOLI_BACKEND=gloo, or scale before the sum")
 
 
 def widened(tensor: Tensor, op: str) -> Tensor:

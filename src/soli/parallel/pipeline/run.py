@@ -259,15 +259,13 @@ def shapes_differ(stage: int, now: list[Any], then: list[Any]) -> SoliError:
     here, before = (", ".join(str(pair[i]) for pair in differ) for i in (0, 1))
     what = "the shapes inside the model depend on the values of the batch, and a pipeline must know them before"
     got = f"stage {stage}: {here}; for the last batch of the same shape {before}"
-    fix = "pad instead of selecting rows or positions by value, or use pp=1"
-    return SoliError(what, got=got, allowed="shapes that follow from the batch's", fix=fix)
+    return SoliError(what, got=got, allowed="shapes that follow from the batch's", fix="pad instead of selecting rows or positions by value, or use pp=1")
 
 
 def _found(forward: StageForward, name: Name) -> Tensor:
     if name not in forward.made:
         what = "the forward took another path than on the first batch: a value that a later stage uses was not made"
-        fix = "call the same operations between the blocks for every batch, or use pp=1"
-        raise SoliError(what, got=f"stage {forward.stage}, value {name}", fix=fix)
+        raise SoliError(what, got=f"stage {forward.stage}, value {name}", fix="call the same operations between the blocks for every batch, or use pp=1")
     return forward.made[name]
 
 

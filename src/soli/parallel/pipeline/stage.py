@@ -210,5 +210,4 @@ def _differentiable(flight: Flight) -> tuple[list[Tensor], list[Tensor | None]]:
 
 def handed(leaf: Tensor, value: Crossing) -> Tensor:
     """A received tensor as the model's code is to see it: no leaf, so that it may be written in place."""
-    x = no_view(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach()
-    return marked(x, dict(value.cuts))
+    return marked(no_view(leaf) if leaf.requires_grad and torch.is_grad_enabled() else leaf.detach(), dict(value.cuts))

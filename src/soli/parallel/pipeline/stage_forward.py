@@ -143,8 +143,7 @@ class StageForward(Watch):
         if number >= len(expected) or (expected[number] != got and not (alone and expected[number].split()[0] == name_of(func))):
             wanted = expected[number] if number < len(expected) else "the next block"
             raise self._strayed(f"{got} where there was {wanted}")
-        names = [(self.gap, number, leaf) for leaf in range(len(made))]
-        return [self.trace.same.get(name, name) for name in names]
+        return [self.trace.same.get(name, name) for name in [(self.gap, number, leaf) for leaf in range(len(made))]]
 
     def _strayed(self, what: str) -> SoliError:
         what = f"the forward took another path than on the first batch: {self.trace.place(self.gap)} came {what}"

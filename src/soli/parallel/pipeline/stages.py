@@ -127,8 +127,7 @@ def check_aliases(trace: Trace, stages: Stages) -> None:
         if len({stages.of_gap(gap) for gap in gaps}) > 1:
             what = f"the forward writes into memory that several tensors share, {trace.place(gaps[1])}, between its blocks"
             got = "a view, a tensor of which there is a view, or out="
-            fix = "make a new tensor there, or do it inside a block, or use pp=1"
-            raise on_all_ranks(what, got=got, allowed="x[...] = y and x += y on a tensor of its own", fix=fix)
+            raise on_all_ranks(what, got=got, allowed="x[...] = y and x += y on a tensor of its own", fix="make a new tensor there, or do it inside a block, or use pp=1")
 
 
 def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
@@ -136,8 +135,7 @@ def _reads(trace: Trace, limit: int, stages: int) -> SoliError:
     where = trace.place(gap)
     what = f"the forward looks at a value ({name}) {where}, between its blocks: all that follows must be one stage"
     allowed = "Python that depends on what is in activations, inside the blocks or after the last one"
-    fix = "do it inside a block, use a smaller pp, or pp=1"
-    return on_all_ranks(what, got=f"{limit + 1} stages at most, {stages} wanted", allowed=allowed, fix=fix)
+    return on_all_ranks(what, got=f"{limit + 1} stages at most, {stages} wanted", allowed=allowed, fix="do it inside a block, use a smaller pp, or pp=1")
 
 
 def users(trace: Trace, stages: Stages) -> dict[int, set[int]]:

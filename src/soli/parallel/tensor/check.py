@@ -155,8 +155,7 @@ LABEL = "check of the tensor-parallel layout"
 def _refused(sample: Sample, got: str) -> SoliError:
     name = sample.name or "the model"
     what = f"cut over the ranks of tp, {name} ({type(sample.module).__name__}) does not compute what it computes whole"
-    fix = f'leave its weights whole: soli.parallelize(..., roles={{"{name}.*": "replicated"}}), and tell us of it'
-    return on_all_ranks(what, got=got, fix=fix, seen="wrong-layout")
+    return on_all_ranks(what, got=got, fix=f'leave its weights whole: soli.parallelize(..., roles={{"{name}.*": "replicated"}}), and tell us of it', seen="wrong-layout")
 
 
 def _traced(sample: Sample, divide: Callable[[nn.Module], None], levels: list[Run], seed: float) -> dict[str, Tensor]:

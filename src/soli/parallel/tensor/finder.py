@@ -96,8 +96,7 @@ class Finder:
                 except _Again:
                     continue
                 if not self._changed:
-                    others = {name: Role(name, "replicated", None, "in no product") for name in self.names.values()}
-                    return others | self.roles
+                    return ({name: Role(name, "replicated", None, "in no product") for name in self.names.values()}) | self.roles
         finally:
             for param in params:
                 del param.cuts  # type: ignore[attr-defined]

@@ -186,8 +186,7 @@ def _refuse_in_backward(axis: Axis) -> None:
     if own and not torch.is_grad_enabled():
         what = "the backward of an autograd function of the model's own sums over the sequence, which is cut"
         got = f"a gradient of a whole tensor, as of a weight, along {axis.name}"
-        fix = "let the function give gradients of what it computes by positions, and multiply by weights outside of it"
-        raise on_all_ranks(what, got=got, fix=fix)
+        raise on_all_ranks(what, got=got, fix="let the function give gradients of what it computes by positions, and multiply by weights outside of it")
 
 
 def gather(x: Tensor, split: Split, axis: Axis) -> Tensor:

@@ -117,8 +117,7 @@ def _refused(func: Any, cuts: dict[Any, Split], along: set[int], whole: Tensor |
     beside = "" if whole is None else f", with what is of the whole one's size, {tuple(whole.shape)}"
     got = f"{name_of(func)} of {', '.join(sorted(origins_of(cuts.values())))}, which is cut along dim {', '.join(map(str, sorted(along)))}{beside}"
     allowed = "draws before soli.parallelize, or into weights that are whole" if drawn else "what is done element by element, of parts alone, or along other dims"
-    fix = 'engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}'
-    return SoliError(what, got=got, allowed=allowed, fix=fix)
+    return SoliError(what, got=got, allowed=allowed, fix='engine.global_state_dict() has it whole, on every rank; to write into it, roles={"that weight": "replicated"}')
 
 
 def _is_absent(x: Any) -> bool:

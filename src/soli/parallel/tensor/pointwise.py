@@ -113,8 +113,7 @@ def reduction(run: Run, func: Any, args: tuple, kwargs: dict) -> Any:
     if split.dim not in over:
         result = func(*args, **kwargs)
         first = result if isinstance(result, Tensor) else result[0]
-        gone = sum(d < split.dim for d in over) if first.dim() < count else 0
-        return _cut_all(result, split.at(split.dim - gone))
+        return _cut_all(result, split.at(split.dim - (sum(d < split.dim for d in over) if first.dim() < count else 0)))
     if name == "var" and len(over) == 1:
         return _variance(x, split.dim, given, keep)
     if name not in ("sum", "mean"):

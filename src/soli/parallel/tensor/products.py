@@ -97,8 +97,7 @@ def linear(run: Run, func: Any, args: tuple, kwargs: dict) -> Tensor:
     """F.linear: x [.., k], W [n, k], bias [n]. A column's bias is cut with it, a row's is added to the sum."""
     given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    lead = string.ascii_lowercase[: len(shape_of(x)) - 1]
-    return _with_bias(run, x, weight, bias, [lead + "k", "nk"], F.linear)
+    return _with_bias(run, x, weight, bias, [string.ascii_lowercase[: len(shape_of(x)) - 1] + "k", "nk"], F.linear)
 
 
 def _with_bias(run: Run, x: Tensor, weight: Tensor, bias: Tensor | None, words: list[str], compute: Callable[..., Tensor]) -> Tensor:

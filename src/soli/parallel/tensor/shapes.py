@@ -39,8 +39,7 @@ def reshaped(run: Run, x: Tensor, shape: tuple[int, ...], reshape: bool = True) 
         raise RuntimeError(f"shape {list(shape)} is invalid for a tensor of shape {list(old)}")
     found = viewed(split, old, shape, run.ranks)
     found = replace(found, lead=_lead(split, old, shape, found.dim))
-    size = found.local(run.axis.size, run.axis.index)
-    local = (*shape[: found.dim], size, *shape[found.dim + 1 :])
+    local = (*shape[: found.dim], found.local(run.axis.size, run.axis.index), *shape[found.dim + 1 :])
     return cut(x.reshape(local) if reshape else x.view(local), found)
 
 

@@ -137,5 +137,4 @@ def _compare(run: Run, call: int, gradient: Tensor | None) -> None:
     if float(both.sum(0).max()) > torch.finfo(gradient.dtype).eps ** 0.5 * largest:
         what = "the backward of an autograd function of the model's own sums over what is cut"
         got = f"a gradient {list(gradient.shape)} of a whole tensor, as of a weight, that differs between the ranks of {run.axis.name}"
-        fix = "let the function give gradients of what it computes by elements, and multiply by weights outside of it; or run with tp=1"
-        raise on_all_ranks(what, got=got, fix=fix)
+        raise on_all_ranks(what, got=got, fix="let the function give gradients of what it computes by elements, and multiply by weights outside of it; or run with tp=1")

@@ -137,8 +137,7 @@ def elements_forward(p: Points, k: Constants) -> Array:
     read in 16 bits, written as it is and transposed (Transformer Engine).
     """
     around, moe = p.tokens * p.hidden / p.around, p.experts > 0
-    active = np.where(moe, p.active, 1.0)
-    between = p.tokens * p.ffn * active / p.tp
+    between = p.tokens * p.ffn * np.where(moe, p.active, 1.0) / p.tp
     routed = np.where(moe, around * p.active, 0.0)
     read = p.tokens * (p.hidden * np.where(moe, 1 + p.active, 2.0) + p.attention_width / p.tp) + between
     cast = np.where(p.low < 2, (2.0 + 2.0 * p.low) * read, 0.0)

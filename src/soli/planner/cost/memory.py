@@ -60,8 +60,9 @@ def trained(p: Points) -> tuple[Array, Array]:
 def parameters(p: Points) -> Array:
     """Of the whole model."""
     dense, experts = of_layer(p)
-    norms = p.tp * vectors(p) - NORMS * p.hidden  # which several ranks of tp have
-    return p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - norms) + (2 - p.tied) * p.vocab * p.hidden
+    routers = p.hidden * p.experts * (1 - p.plain / p.layers)
+    again = p.tp * vectors(p) - NORMS * p.hidden + (p.tp - 1) * routers  # which several ranks of tp have
+    return p.layers * (p.tp * dense + experts * p.ep * p.expert_tp - again) + (2 - p.tied) * p.vocab * p.hidden
 
 
 def used(p: Points) -> Array:
@@ -89,8 +90,7 @@ def of_states(p: Points, rank: Rank) -> tuple[Array, Array, Array]:
         learnt = count * (1 - p.frozen) + few
         weights = weights + here * (count * p.weight + few * width) / np.where(p.zero >= 3, over, 1.0)
         gradients = gradients + here * learnt * (kept / np.where(apart, over, 1.0))
-        own = np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
-        moments = moments + learnt * own
+        moments = moments + learnt * np.where(p.offload > 0, 0.0, p.moments / np.where(p.zero >= 1, over, 1.0))
     return weights, gradients, moments
 
 

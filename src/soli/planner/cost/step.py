@@ -61,8 +61,7 @@ def layer(p: Points, k: Constants) -> tuple[Array, Array]:
     written = WRITTEN_OUT * np.where(p.unfused, UNFUSED, 1.0)
     launched = k.layer_floor * p.launches * np.where(p.flash > 0, 1.0, written)
     if p.frozen.any():
-        adapted = (p.adapters > 0) & (p.eager > 1)
-        launched = launched * (1 + ADAPTED * adapted * np.where(p.spared > 0, 0.5, 1.0))
+        launched = launched * (1 + ADAPTED * ((p.adapters > 0) & (p.eager > 1)) * np.where(p.spared > 0, 0.5, 1.0))
     if p.looped.any():
         one_by_one = LOOPED + np.where((p.zero >= 3) & (p.looped > 1), p.matrices * k.gather_floor, 0.0)
         launched = launched + np.where(p.looped > 0, one_by_one * p.experts / p.ep, 0.0)
