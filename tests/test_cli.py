@@ -114,7 +114,7 @@ def test_an_output_that_is_full_or_closed_is_no_traceback(arguments: tuple[str, 
 def test_an_output_that_was_never_open_ends_nothing(tmp_path: Path, closed: tuple[int, ...], out: str, err: str) -> None:
     """As by >&- and 2>&-."""
     script, ran = tmp_path / "script.py", tmp_path / "ran"
-    script.write_text(f"import os\nprint(os.environ['RANK'], 'of 2')\nif os.environ['RANK'] == '0':\n    open({str(ran)!r}, 'w')\n")
+    script.write_text(f"import os, sys\nprint(os.environ['RANK'], 'of 2')\nsys.stdout.flush()\nsys.stderr.flush()\nif os.environ['RANK'] == '0':\n    open({str(ran)!r}, 'w')\n")
     done = subprocess.run(
         [sys.executable, "-m", "soli", "run", "-n", "2", str(script)], capture_output=True, text=True, timeout=60, preexec_fn=lambda: [os.close(one) for one in closed]
     )  # fmt: skip

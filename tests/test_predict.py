@@ -133,6 +133,7 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"arch": "moe 8e top2", "swiglu": "", "untie": ""}, {"gated": 1, "tied": 0}),
         ({"arch": "moe 8e top2", "test_case": "moe_tp1", "swiglu": "", "untie": ""}, {"gated": 0, "tied": 1}),  # which is its flags
         ({"arch": "moe 8e top2", "swiglu": "false", "untie": "false"}, {"gated": 0, "tied": 1}),
+        ({"arch": "moe 8e top2", "swiglu": "none", "untie": "none"}, {"gated": 0, "tied": 1}), ({"gpu": "H100", "framework": "megatron-core", "shard": "", "zero": "", "dist_opt": "none"}, {"zero": 0}), ({"gpu": "H100", "framework": "megatron-core", "shard": "", "zero": "", "dist_opt": ""}, {"zero": 1}),
         ({"model": "llama", "tied": "true"}, {"gated": 1, "tied": 1}),
         ({"zero": "1", "replicate": "2"}, {"replicate": 2}),
         ({"framework": "nanotron"}, {"frugal": 0, "longest": 17}),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from math import isclose
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from soli.planner import explain
 from soli.planner.cost import arithmetic, communication, memory
 from soli.planner.cost.constants import known, repeated
 from soli.planner.cost.points import points
@@ -176,3 +178,13 @@ def test_flops_of_a_token_are_the_models_and_not_the_plans() -> None:
     assert model is not None
     counts = [memory.parameters(point(**model.point(), tp=float(tp)))[0] for tp in (1, 2, 8)]
     assert counts == pytest.approx([model.parameters] * 3)
+
+
+@pytest.mark.parametrize(("slower", "said"), [(1.03, True), (1.2, False)])
+def test_plans_that_are_nearer_than_two_plans_are_known_are_to_be_measured(slower: float, said: bool) -> None:
+    """However far programs are off: two plans of one are off alike."""
+    model = named("llama-3-8b")
+    assert model is not None
+    (first,) = explain.answer(Task(model, read_cluster("h100:8"), 64, 4096), 1).best
+    second = replace(first, step_time_s=slower * first.step_time_s, time_low_s=slower * first.time_low_s)
+    assert ("Less than the error" in explain.why([first, second], 0.0257)) == said

@@ -49,10 +49,19 @@ def test_a_stream_that_is_read_again_gives_the_next_epoch() -> None:
     assert alike(first + read(stream), read(engine_for("dp=1").batches(DATA, 6, epochs=2)))
 
 
+def test_loops_that_take_as_many_batches_as_there_are_have_an_epoch_each() -> None:
+    stream = engine_for("dp=1").batches(DATA, 6)
+    epochs = [[part.data["x"] for _, part in zip(range(len(stream)), stream, strict=False)] for _ in range(2)]
+    assert alike([x for epoch in epochs for x in epoch], read(engine_for("dp=1").batches(DATA, 6, epochs=2)))
+    assert stream
+    assert len(engine_for("dp=1").batches(DATA, 6, epochs=0)) == 0
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "auto"])
 @pytest.mark.parametrize("odd", [{"global_batch": "6"}, {"workers": -1}, {"epochs": 1.5}])
-def test_numbers_of_batches_are_whole(odd: dict[str, Any]) -> None:
+def test_numbers_of_batches_are_whole(odd: dict[str, Any], plan: str) -> None:
     with pytest.raises(SoliError, match=f"{next(iter(odd))} of engine.batches is a whole number"):
-        engine_for("dp=1").batches(DATA, **{"global_batch": 6} | odd)
+        engine_for(plan).batches(DATA, **{"global_batch": 6} | odd)
 
 
 class Sized(IterableDataset[Any]):
@@ -82,10 +91,11 @@ class Endless:
         return DATA[number % 24]
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "auto"])
 @pytest.mark.parametrize("dataset", [None, 5, Endless()])
-def test_what_gives_no_samples_in_any_order_is_none(dataset: Any) -> None:
+def test_what_gives_no_samples_in_any_order_is_none(dataset: Any, plan: str) -> None:
     with pytest.raises(SoliError, match="is given no dataset"):
-        engine_for("dp=1").batches(dataset, 6)
+        engine_for(plan).batches(dataset, 6)
 
 
 def test_a_batch_of_numpys_number_of_samples_is_saved(tmp_path: Path) -> None:

@@ -120,6 +120,5 @@ class FromModel:
         if wanted.dim() < 2 or not len(there):
             return None
         part, others = wanted[:, :end], wanted.clone()
-        new = there[0].where(part != there[0], there[-1])
-        others[:, :end] = part.where((part == self.ignore) == counted, new)
+        others[:, :end] = part.where((part == self.ignore) == counted, there[0].where(part != there[0], there[-1]))
         return None if others.equal(wanted) else {**batch, self.labels: others}

@@ -178,7 +178,8 @@ def population(sample: Path) -> dict[str, int]:
     allowed = '{"population": {"fix": 2651, "rest": 8504}}'
     silent = lambda error: SoliError("this does not say what was drawn from", got=f"{sample}: {error!r}", allowed=allowed)
     with blaming(silent, OSError, ValueError, KeyError, TypeError):
-        return {name: int(json.loads(sample.read_text(encoding="utf-8"))["population"][name]) for name in SAMPLES}
+        said = json.loads(sample.read_text(encoding="utf-8"))["population"]
+        return {name: int(said[name]) for name in SAMPLES}
 
 
 def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Selection]:
@@ -188,7 +189,8 @@ def judged(labels: Iterable[Label], sample: Path, mined: Path) -> dict[str, Sele
         chosen = set(base.execute("SELECT repo, hash FROM fix"))
         known = set(base.execute("SELECT repo, hash FROM change"))
     if lacking := {f"{one.repo} {one.commit[:10]}" for one in labels if (one.repo, one.commit) not in known}:
-        raise SoliError("labelled commits are not in this file", got=f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ...", fix="mine their histories too, as they are now")
+        got = f"{mined} lacks {len(lacking)}: {', '.join(sorted(lacking)[:3])} ..."
+        raise SoliError("labelled commits are not in this file", got=got, fix="mine their histories too, as they are now")
     ways = {"all say so": True, "one says so": False}
     return {name: selection(labels, size, chosen, strict=strict) for name, strict in ways.items()}
 

@@ -43,6 +43,7 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed, as by >&-
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 as long as the program runs
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # ranks have it too
     try:
         try:
             app()

@@ -73,10 +73,10 @@ class Agreement:
     def sums(self, engine: Engine, total: float, count: float) -> tuple[Tensor, float]:
         """One small reduction: every rank's total and count in slots of their own, what must be alike, and which parameters were used."""
         size, reducer = engine.dp.size, engine.laid.reducer
-        flags, seal = [slot.arrived for unit in reducer.units for slot in unit.slots], self.seal(engine)
+        flags, seal = [slot.arrived and id(slot.param) not in reducer.blanks for unit in reducer.units for slot in unit.slots], self.seal(engine)
         facts = torch.tensor([0.0] * 6 * size + flags, dtype=torch.float64)
         mine = facts[: 6 * size].view(6, size)
-        mine[:3, engine.dp.index] = torch.tensor([total, count, reducer.differentiated or any(flags)], dtype=torch.float64)
+        mine[:3, engine.dp.index] = torch.tensor([total, count, reducer.differentiated], dtype=torch.float64)
         # that of the same rows, up to rounding; a total may be a difference of large terms
         whole = engine.step_count == 0 and engine.plan.tensor == "1d" and 1e-4 * engine._first.size < abs(total) < 1e300
         loss = float(f"{total:.1e}") if whole else 0.0
@@ -100,7 +100,7 @@ class Agreement:
         counted = float(counts.sum()) or float(engine.mesh.all.simulated)
         if not counted:
             raise on_all_ranks("no target of the global batch was counted", got="count = 0 on every rank")
-        if not mine[2].any():
+        if not mine[2].any() and not engine.mesh.all.simulated:
             fix = "do not detach what the loss is made of; leave something to train; call the step outside of torch.no_grad()"
             raise on_all_ranks("the loss has no gradient: a step would train nothing", got=f"a loss of {float(totals.sum()) / counted:.6g}", fix=fix)
         return totals, counted

@@ -120,7 +120,8 @@ def _holds(machine: Machine, mesh: Mesh, device: torch.device) -> bool:
     """Whether a sum over all ranks still takes what it took: the network is no part of the fingerprint. Collective."""
     if mesh.all.size == 1:
         return True
-    spent = _timed(lambda: collectives.all_reduce(torch.zeros(SIZES[-2] // 4, device=device), mesh.all), device, mesh.all)
+    x = torch.zeros(SIZES[-2] // 4, device=device)
+    spent = _timed(lambda: collectives.all_reduce(x, mesh.all), device, mesh.all)
     return 1 / CHANGED < spent / machine.collective(Sent("all_reduce", mesh.all.ranks, SIZES[-2], False)) < CHANGED
 
 

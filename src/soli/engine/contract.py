@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from soli import losses
-from soli.core.errors import Problem, on_all_ranks
+from soli.core.errors import Problem, SoliError, on_all_ranks
 from soli.parallel import precision
 
 if TYPE_CHECKING:
@@ -46,10 +46,11 @@ def total_and_count(result: Any) -> tuple[Tensor, float]:
         allowed = "the number of targets that were counted, or a weight of theirs"
         fix = "return count.detach() if it is meant as a number, or let each row's loss be divided by what is of that row"
         raise on_all_ranks(what, got="a count that requires gradients", allowed=allowed, fix=fix)
+    odd = isinstance(count, str) or (isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()))
     with suppress(TypeError, ValueError):
-        if not isinstance(count, str) and 0 <= float(count) < torch.inf:
-            return total, float(count)
-    raise on_all_ranks("the loss's count is no number of targets", got=repr(count)[:80], allowed="0 or more")
+        if not odd and 0 <= (number := float(count)) < torch.inf:
+            return total, number
+    raise SoliError("the loss's count is no number of targets", got=repr(count)[:80], allowed="0 or more")
 
 
 def rounding(engine: Engine, count: float) -> float:

@@ -74,26 +74,31 @@ class Stream(Iterator[Part]):
         read = _stream if is_stream(dataset) else partial(_by_number, workers=workers)
         self._make = lambda order: read(dataset, order, collated)
         self.order = order
-        _check(dataset, order, workers)
+        _check(dataset, order)
         self._parts: Iterator[Part] | None = None
-        self._over = False
+        self._ends = 0  # the epoch before which its parts do
 
     def __iter__(self) -> Iterator[Part]:
-        if self._over:  # another loop over it: the next epoch
-            self._parts, self._over = None, False
+        if self.order.position.epoch >= self._ends:  # another loop over it, or one that took all there was: the next epoch
+            self._parts = None
         return self
 
     def __next__(self) -> Part:
-        self._parts = self._parts or self._make(_until(self.order))
+        if self._parts is None:
+            until = _until(self.order)
+            self._parts, self._ends = self._make(until), until.epochs or 0
         for part in self._parts:
             return part
-        self._over = True
+        self._ends = 0
         raise StopIteration
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         if not self.order.size:
             raise TypeError("nobody knows how many batches a stream of samples gives")
-        return -(-self.order.size // self.order.global_batch) * (self.order.epochs or 1)
+        return -(-self.order.size // self.order.global_batch) * (1 if self.order.epochs is None else self.order.epochs)
 
     def anew(self) -> Iterator[Part]:
         """All of it, from the beginning, wherever it stands; it stays where it stands."""
@@ -111,8 +116,14 @@ def _collated(collate: Callable[[list[Any]], Any], ranks: int, samples: list[Any
     return batch
 
 
-def need_samples(dataset: Any) -> None:
-    """Raises SoliError where a dataset gives no samples by number or one after another, but something else."""
+def need_asked(dataset: Any, global_batch: Any, epochs: Any, workers: Any, shuffle: Any) -> None:
+    """Raises SoliError where engine.batches is asked for what is none, and where a dataset gives no samples by number or one after another, but something else."""
+    asked = {"global_batch": global_batch, "epochs": 0 if epochs is None else epochs, "workers": workers}
+    odd = [Problem(f"{name} of engine.batches is a whole number", repr(x), "0, 1, 2, ...") for name, x in asked.items() if not hasattr(x, "__index__") or x < 0]
+    odd += [Problem("shuffle of engine.batches says neither", repr(shuffle), "True or False")] * (shuffle not in (True, False))
+    if not hasattr(dataset, "__iter__" if is_stream(dataset) else "__len__"):
+        odd.append(Problem("engine.batches is given no dataset", type(dataset).__name__, "what gives samples one after another, or by number and says by len() how many"))
+    raise_all(odd, everywhere=True)
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         order = "a sampler's order as torch.utils.data.Subset(dataset, order)"
         fix = f"give loader.dataset, collate=loader.collate_fn and shuffle=; {order}; or each batch of the loader to engine.step"
@@ -123,14 +134,7 @@ def need_samples(dataset: Any) -> None:
         raise on_all_ranks(what, got=listed([str(key) for key in dataset]), fix=fix)
 
 
-def _check(dataset: Any, order: Order, workers: int) -> None:
-    asked = {"global_batch": order.global_batch, "epochs": order.epochs or 0, "workers": workers}
-    odd = [Problem(f"{name} of engine.batches is a whole number", repr(x), "0, 1, 2, ...") for name, x in asked.items() if not hasattr(x, "__index__") or x < 0]
-    odd += [Problem("shuffle of engine.batches says neither", repr(order.shuffle), "True or False")] * (order.shuffle not in (True, False))
-    if not hasattr(dataset, "__iter__" if is_stream(dataset) else "__len__"):
-        allowed = "what gives samples one after another, or by number and says by len() how many"
-        odd.append(Problem("engine.batches is given no dataset", type(dataset).__name__, allowed))
-    raise_all(odd, everywhere=True)
+def _check(dataset: Any, order: Order) -> None:
     if order.global_batch < order.ranks:
         what = "the global batch is smaller than the number of data-parallel ranks"
         raise on_all_ranks(what, got=f"global_batch={order.global_batch}, dp={order.ranks}", allowed=f"{order.ranks} or more")

@@ -108,8 +108,7 @@ def _shapes(optimizer: torch.optim.Optimizer) -> list[Shape]:
         for place, p in enumerate(group["params"]):
             kinds.setdefault((p.dim(), repr(sorted((name, x) for name, x in vars(p).items() if isinstance(x, Said)))), place)
             for kept in (0, -1):
-                large = p.numel() > OWN
-                tried = tuple(min(n, 2) if large and i != kept % p.dim() else n for i, n in enumerate(p.shape))
+                tried = tuple(min(n, 2) if (p.numel() > OWN) and i != kept % p.dim() else n for i, n in enumerate(p.shape))
                 if 0 < math.prod(tried) <= OWN:
                     own.setdefault(tried, (number, place))
         found += [(number, place, shape) for (dim, _), place in kinds.items() for shape in OTHERS.get(dim, ())]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Real
@@ -22,7 +22,7 @@ from soli.engine import optimizer as optimizers
 from soli.engine import state as states
 from soli.engine.batch import Caller, Part, as_dict, microbatches, need_rows, need_tensors, part_of, rows_of, to_device
 from soli.engine.check import FirstStep
-from soli.engine.data import Order, Position, Stream, need_samples
+from soli.engine.data import Order, Position, Stream, need_asked
 from soli.engine.deciding import PROBES, Choice, Wish
 from soli.engine.differentiating import looking
 from soli.engine.noted import noted
@@ -82,7 +82,7 @@ def parallelize(
         "plan is a text or a Plan": (isinstance(plan, str | Plan), plan, "such as dp=2,zero=3"),
         "memory is of bytes that a rank may take": (memory is None or _above_0(memory), memory, "above 0"),
         "rows of a global batch are a whole number": (rows is None or (hasattr(rows, "__index__") and rows > 0), rows, "1, 2, 3, ..."),
-        "roles has a kind for each pattern": (isinstance(roles or {}, dict) and all(isinstance(x, str) for one in (roles or {}).items() for x in one), roles, '{"*.out_proj": "replicated"}'),
+        "roles has a kind for each pattern": (isinstance(roles or {}, Mapping) and all(isinstance(x, str) for one in (roles or {}).items() for x in one), roles, '{"*.out_proj": "replicated"}'),
         "seed is a whole number": (hasattr(seed, "__index__"), seed, "0, 1, 2, ..."),
         "clip is the largest norm of the gradient": (clip is None or _above_0(clip), clip, "above 0, or None: no clipping"),
     }
@@ -403,7 +403,7 @@ class Engine:
         collate: Callable[[list[Any]], Any] | None = None, workers: int = 0, name: str | None = "train",
     ) -> Iterator[Part]:  # fmt: skip
         """This rank's part of each global batch, until so many epochs are through (None: this one). A named stream's position is kept and saved."""
-        need_samples(given := dataset)
+        need_asked(given := dataset, global_batch, epochs, workers, shuffle)
         if self._plan is None:
             dataset, first = deciding.peek(dataset, min(global_batch, deciding.PEEKED), collate)
             self.decide(first, global_batch)

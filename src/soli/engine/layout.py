@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from soli.core.errors import Problem, SoliError, blaming, listing
+from soli.core.errors import Problem, SoliError, listing, on_all_ranks
 from soli.core.events import events
 from soli.core.plan import Plan
 from soli.engine import between, effects
@@ -68,9 +68,16 @@ def roles_of(engine: Engine, batch: Any) -> dict[str, Role]:
     return roles
 
 
-def _looked(error: Exception) -> SoliError:
-    what = "a deferred model is laid out before it has values, and its forward looks at some, or makes tensors of its own on another device"
-    return SoliError(what, got=f"{error}".split("\n")[0], fix="build it without soli.deferred(); make tensors on the batch's device (device=x.device)")
+@contextmanager
+def _without_values(model: nn.Module) -> Iterator[None]:
+    """Around a run of a model that may be deferred."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not next(model.parameters()).is_meta or "meta" not in str(error):
+            raise
+        what = "a deferred model is laid out before it has values, and its forward looks at some, or makes tensors of its own on another device"
+        raise on_all_ranks(what, got=f"{error}".split("\n")[0], fix="build it without soli.deferred(); make tensors on the batch's device (device=x.device)") from error
 
 
 class Runner:
@@ -102,9 +109,8 @@ class Runner:
         leaves in attributes stay. `gradients`: the loss can be differentiated, by `then`: a backward may need buffers as the forward
         left them. `alike`: what there is to look at in passes that are."""
         randomness = Randomness(self.model, self.seed)
-        deferred = next(self.model.parameters()).is_meta
         with (
-            blaming(_looked, RuntimeError) if deferred else nullcontext(),
+            _without_values(self.model),
             torch.set_grad_enabled(gradients), between.modes_kept(self.model),
             Differentiating(self.plan) if alike is None or alike.looking else nullcontext(),
             alike.undone(self.plan) if alike is not None else effects.undone(self.model, self.plan, tensors=not leaving), randomness.probe(self.rows),

@@ -47,7 +47,7 @@ def forward_backward(engine: Engine, piece: Part) -> tuple[float, float]:
         gatherer.begin_backward()
         engine.randomness.backward()
         value = float(total.detach()) if total is not None and count else 0.0
-        if total is not None and (_together(engine) or (count and total.requires_grad)):  # a term may be of none of these rows
+        if total is not None and total.requires_grad and (count or _together(engine)):  # a term may be of none of these rows
             with engine.randomness.forward(), engine.again():
                 (total * engine.seed_of_loss).backward()
         elif total is not None:
@@ -108,8 +108,10 @@ def loss(engine: Engine, data: Any) -> tuple[Tensor, float]:
     outputs = [x for x in outputs if read is None or x.grad_fn in read] or outputs
     engine.laid.reducer.blank = read is None and engine.pipeline is None
     total, output = total.detach() if count else total.new_zeros(()), None  # the graph of the loss goes before there is another
+    if not outputs and not any(p.requires_grad for p in engine.model.parameters()):
+        return total, count
     if not outputs:
-        what = "no target of this rank's rows is counted, and the model returns nothing but its loss to go back from"
+        what = "no target of this rank's rows is counted or in the loss, and the model returns nothing but its loss to go back from"
         fix = "return the logits too, give every row a target, or use tensor=1d and GroupNorm"
         raise SoliError(what, got=kind, fix=fix)
-    return sum(((x * 0).sum() for x in outputs), total), count
+    return sum(((x * 0).sum().nan_to_num() for x in outputs), total), count

@@ -197,8 +197,7 @@ def _numbers(engine: Engine) -> dict[str, str]:
             mine[f"{slot.name}.{key}"] = json.dumps(value) if isinstance(value, int | float | None) else [type(value).__name__]
     found = dict(ChainMap(*gather_json(mine, engine.mesh.all, label="save(), which every rank calls")))
     if strange := [f"{name}: {value[0]}" for name, value in found.items() if isinstance(value, list)]:
-        what = "states of the optimizer are neither tensors nor numbers, and could not be brought back"
-        raise on_all_ranks(what, got=listed(strange), allowed="tensors, int, float, bool, None")
+        raise on_all_ranks("states of the optimizer are neither tensors nor numbers, and could not be brought back", got=listed(strange), allowed="tensors, int, float, bool, None")
     return found
 
 

@@ -28,8 +28,7 @@ def cpu_backend(said: str | None = None) -> tuple[str, str]:
     """(backend, why). `said` is the user's wish, else SOLI_BACKEND; without one the best that works here."""
     if wish := said or os.environ.get("SOLI_BACKEND"):
         if wish not in CPU_BACKENDS:
-            what = f"{'--backend' if said else 'SOLI_BACKEND'} names a backend that soli does not have for CPU tensors"
-            raise on_all_ranks(what, got=wish, allowed=", ".join(CPU_BACKENDS))
+            raise on_all_ranks(f"{'--backend' if said else 'SOLI_BACKEND'} names a backend that soli does not have for CPU tensors", got=wish, allowed=", ".join(CPU_BACKENDS))
         return wish, "--backend says so" if said else "SOLI_BACKEND says so"
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return "gloo", "the local backend needs Linux with memfd"

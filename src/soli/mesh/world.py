@@ -138,8 +138,7 @@ def _made_backend() -> str:
     if "nccl" in made or "nccl" in config:
         if "cpu:" not in config:
             what = "ranks agree on numbers in the host's memory, and this process group has a backend for devices alone"
-            fix = 'leave it to soli, or make it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")'
-            raise on_all_ranks(what, got=f"a process group on {config}", fix=fix)
+            raise on_all_ranks(what, got=f"a process group on {config}", fix='leave it to soli, or make it with torch.distributed.init_process_group("cpu:gloo,cuda:nccl")')
         return "nccl"
     if made not in ("gloo", "local") and "gloo" not in made:
         raise on_all_ranks("soli knows gloo, local and nccl", got=f"a process group on {made}")

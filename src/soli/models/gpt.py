@@ -110,8 +110,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[1] > self.config.context:
             raise ValueError(f"{tokens.shape[1]} tokens, but this GPT reads {self.config.context} at most")
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.drop(self.embedding(tokens) + self.positions(place))
+        x = self.drop(self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -135,7 +134,6 @@ def generate(model: GPT, prompt: list[int], n: int, temperature: float = 0.8, se
         if temperature == 0:
             tokens.append(int(logits.argmax()))
         else:
-            chance = torch.softmax(logits / temperature, dim=-1)
-            tokens.append(int(torch.multinomial(chance, 1, generator=draw)))
+            tokens.append(int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=draw)))
     model.train(training)
     return tokens[len(prompt) :]

@@ -120,8 +120,7 @@ def _lowered(randomness: Randomness, func: Any, input: Tensor, p: float = 0.5, t
     alike = input.dim() - 2 if "feature" in func.__name__ else 0
     shape = (*input.shape[: input.dim() - alike], *(1,) * alike)
     kept = randomness.drawn(input, shape, "bernoulli_", 1 - p, beside=input)
-    scale = ((1 - p) * (1 + p * LOWEST**2)) ** -0.5 if p < 1 else 0.0
-    result = (input * kept + LOWEST * (1 - p - kept)) * scale
+    result = (input * kept + LOWEST * (1 - p - kept)) * (((1 - p) * (1 + p * LOWEST**2)) ** -0.5 if p < 1 else 0.0)
     return input.copy_(result) if inplace else result
 
 

@@ -219,8 +219,7 @@ def _needed(tensor: Tensor, name: str) -> list[_Entry]:
     """The operations that a tensor's values depend on, in order."""
     known = _logs.get(_key(tensor))
     if known is None:
-        fix = "build and change the model (dtype, size) inside `with soli.deferred():`"
-        raise on_all_ranks(f"{name} is on the meta device and nothing is known of its values", fix=fix)
+        raise on_all_ranks(f"{name} is on the meta device and nothing is known of its values", fix="build and change the model (dtype, size) inside `with soli.deferred():`")
     if getattr(tensor, _WRITES, tensor._version) != tensor._version:
         raise on_all_ranks(f"{name} was changed after its soli.deferred() block, which cannot be known here", fix="change it inside the block")
     wanted, found = {_key(tensor)}, []

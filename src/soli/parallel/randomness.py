@@ -318,8 +318,7 @@ class Randomness:
         """In a probe: x is put in order along `dim`; None: all of it."""
         if x not in self._numbers or not isinstance(dim, int | None):
             return
-        dims = range(x.dim()) if dim is None else [dim % (x.dim() or 1)]
-        self._ordered |= {(self._numbers[x], d) for d in dims}
+        self._ordered |= {(self._numbers[x], d) for d in (range(x.dim()) if dim is None else [dim % (x.dim() or 1)])}
 
     def _known(self, key: Key) -> None:
         assert self._now is not None, "only inside begin()"

@@ -54,7 +54,8 @@ class Reducer:
                 slot.param.register_post_accumulate_grad_hook(arrive)
                 slot.param._laid = True  # type: ignore[attr-defined]
         self._seen: set[int] = set()
-        self.blank = self.differentiated = False  # whether what arrives are zeros of a loss that nothing is of; whether a loss of the step has a gradient
+        self.blank = self.differentiated = False  # whether this backward is of a loss that none of its rows is in; whether a loss of the step has a gradient
+        self.blanks: set[int] = set()  # ids of parameters that only such backwards reached: they are not used
 
     def reorder(self, units: list[Unit]) -> None:
         """Before a backward has begun: the order in which backward completes them is another one."""
@@ -68,6 +69,7 @@ class Reducer:
         self._parts.clear()
         self.zeros.clear()
         self._summing, self.differentiated = None, False
+        self.blanks.clear()
         while self._flying:  # of a step that an error ended
             unit, pending = self._flying.popleft()
             pending.wait()
@@ -116,7 +118,9 @@ class Reducer:
             place.add_(grad)
         else:
             place.copy_(grad)
-            slot.arrived = not self.blank
+            slot.arrived = True
+            self.blanks |= {id(param)} if self.blank else set()
+        self.blanks -= set() if self.blank else {id(param)}
         if id(param) not in self._seen:
             self._seen.add(id(param))
             self._missing[number] -= 1

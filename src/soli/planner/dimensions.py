@@ -144,8 +144,7 @@ def _of_its_own(name: str, model: nn.Module, stack: Stack, trace: Trace) -> None
 
 
 def _hidden(name: str, trace: Trace, stack: Stack) -> int:
-    shapes = [shape for block in stack for shape in trace.inputs[block]]
-    widths = {shape[-1] if shape else 0 for shape in shapes}
+    widths = {shape[-1] if shape else 0 for shape in [shape for block in stack for shape in trace.inputs[block]]}
     if len(widths) != 1 or not min(widths):
         raise _no_stack(name, f"blocks read widths of {', '.join(map(str, sorted(widths)))}")
     return widths.pop()

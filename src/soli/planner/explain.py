@@ -242,8 +242,7 @@ def fixed_of(text: str) -> dict[str, float]:
     for word in filter(None, ("=".join(map(str.strip, part.split("="))) for part in text.split(","))):
         name, _, said = word.partition("=")
         values = WORDS.get(name, {})
-        number = float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None
-        value = values.get(said) if values else number
+        value = values.get(said) if values else (float(said) if re.fullmatch(r"[1-9]\d{0,8}", said, re.A) else None)
         if name == "recompute" and re.fullmatch(r"0\.\d+", said, re.A):
             value = SOME  # as a plan says how much is kept
         if name in ("accumulate", "microbatches") and value is not None and name not in parts:

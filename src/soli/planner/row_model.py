@@ -17,7 +17,7 @@ LATENT = 160.0
 SIZED = re.compile(r"(?<![\da-z.×])(\d+(?:\.\d+)?) ?b(?:illion)?(?![a-z\d])")
 """A number of parameters in a name: not one of active ones, nor of each expert."""
 RANK = re.compile(r"(?:\brank|\br(?= *=))[ =:]*([1-9]\d*)")
-ON_EXPERTS = r"\ball[- _]linear|(?:lora|adapters?)\b(?:(?!\bno)[^.;()])*\bon\b(?:(?!\bno)[^.;()])*\bexperts\b"
+ON_EXPERTS = r"\ball[- _]linear|(?:lora|adapters?)\b(?:(?!\bno)[^.;()])*\bon\b(?:(?!\bno|\bbut\b|\bexcept)[^.;()])*\bexperts\b(?! (?:are )?frozen)"
 USUAL_RANK = 16
 """Of adapters: TRL's lora_r (huggingface/trl, trl/trainer/model_config.py)."""
 FLASH = (FSDP, "nanotron", "soli", TESTS)
@@ -95,7 +95,7 @@ def model_of(row: Mapping[str, str], said: Said, found: Row) -> dict[str, float]
 
 def unsaid(row: Mapping[str, str], name: str, found: Row) -> bool:
     """Whether a row is silent of a flag; what the tests of Megatron-LM, whose rows are their flags, do not set is off."""
-    return found.framework != TESTS and bool(SILENT.fullmatch(text(row, name)))
+    return found.framework != TESTS and bool(SILENT.fullmatch(cell := text(row, name))) and cell.lower() != "none"
 
 
 def _sizes(row: Mapping[str, str], said: Said, found: Row) -> tuple[float | None, float | None, float | None]:

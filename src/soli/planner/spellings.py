@@ -57,8 +57,7 @@ def sharding(said: str) -> Sharding | None:
         return Sharding()
     plain = affirmed(words)
     stage = STAGE.search(plain)
-    kind = 0.0 if WHOLE.search(words) else meant("sharding", plain)
-    zero = float(stage[1] or stage[2]) if stage else kind
+    zero = float(stage[1] or stage[2]) if stage else (0.0 if WHOLE.search(words) else meant("sharding", plain))
     offload = bool(re.search(r"offload|infinity|nvme|(?:zero[\s_-]*[123]|fsdp\d?|gemini)[\s_+(-]*cpu", plain))
     if zero is None and not offload:
         return None

@@ -126,8 +126,7 @@ def launch(n: int, argv: list[str], *, log_dir: Path | None = None, all_ranks: b
             _sweep(meeting["SOLI_JOB"])
         return code
     finally:
-        said = logged and (code or any(log.stat().st_size for log in folder.glob("*.log")))
-        if log_dir is None and not said:
+        if log_dir is None and not (logged and (code or any(log.stat().st_size for log in folder.glob("*.log")))):
             shutil.rmtree(folder, ignore_errors=True)  # the user was not told of it, or nobody has said anything there
 
 
@@ -144,9 +143,7 @@ def _told_to_end() -> ExitStack:
         raise _Terminated
 
     if threading.current_thread() is threading.main_thread():  # no other one may set it
-        for one in (signal.SIGTERM, signal.SIGHUP):  # a terminal that is closed, but under nohup
-            if signal.getsignal(one) != signal.SIG_IGN:
-                afterwards.callback(signal.signal, one, signal.signal(one, told))
+        afterwards.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, told))
     return afterwards
 
 

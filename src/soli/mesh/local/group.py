@@ -93,8 +93,7 @@ class LocalGroup(_Base):
         return _joined([self._reduce_scatter(out, part, op) for out, part in zip(outs, parts, strict=True)], outs)
 
     def reduce_scatter_single(self, out: Tensor, whole: Tensor, opts: Any = None) -> Any:
-        parts = list(_flat(whole).view(self.ranks, -1).unbind(0))
-        return self._reduce_scatter(out, parts, sums.name_of(_op(opts)))
+        return self._reduce_scatter(out, list(_flat(whole).view(self.ranks, -1).unbind(0)), sums.name_of(_op(opts)))
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], wholes: list[Tensor], opts: Any = None) -> Any:
         return _joined([self.reduce_scatter_single(o, w, opts) for o, w in zip(outs, wholes, strict=True)], outs)

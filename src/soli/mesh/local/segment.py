@@ -100,6 +100,5 @@ def _create_file(folder: str, size: int) -> tuple[int, str]:
             raise
     except OSError as error:
         what = "SOLI_LOCAL_FOLDER has no room for the memory that the ranks share"
-        fix = "make room there, name another folder, or take SOLI_BACKEND=gloo"
-        raise SoliError(what, got=f"{folder}: {error.strerror}", allowed=f"{size:,} bytes free", fix=fix) from error
+        raise SoliError(what, got=f"{folder}: {error.strerror}", allowed=f"{size:,} bytes free", fix="make room there, name another folder, or take SOLI_BACKEND=gloo") from error
     return file, path

@@ -106,8 +106,7 @@ def _by_heads(run: Run, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, of
         k, v = k.index_select(k.dim() - 3, reads), v.index_select(v.dim() - 3, reads)
     if mask is not None:
         rows = mask.unsqueeze(-3) if mask.dim() == 2 else mask
-        one = [(0, rows.shape[-3])] * axis.size
-        mask = ulysses.to_heads(rows, one if rows.shape[-3] == 1 else of_heads, of_q, axis)
+        mask = ulysses.to_heads(rows, ([(0, rows.shape[-3])] * axis.size) if rows.shape[-3] == 1 else of_heads, of_q, axis)
     if 0 in q.shape:
         result = q.new_zeros((*q.shape[:-1], v.shape[-1])) + 0 * (q.sum() + k.sum() + v.sum())
     else:

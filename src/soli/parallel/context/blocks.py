@@ -139,8 +139,7 @@ def _written_forward(of: Given) -> tuple[Tensor, Tensor]:
 def _written_backward(of: Given, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weights = (_written_scores(of) - lse.unsqueeze(-1)).exp()
     q, k, v, out, grad = (x.to(weights.dtype) for x in (of.q, of.k, of.v, out, grad))
-    row = (grad * out).sum(-1, keepdim=True)
-    of_scores = weights * (grad @ v.mT - row) * of.scale
+    of_scores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * of.scale
     return of_scores @ k, of_scores.mT @ q, weights.mT @ grad
 
 

@@ -50,8 +50,7 @@ def spans_of(size: int, ranks: int, zigzag: bool) -> Spans:
     pieces, found = even_parts(size, 2 * ranks), []
     for rank in range(ranks):
         first, last = pieces[rank], pieces[2 * ranks - 1 - rank]
-        own = [(first[0], last[1])] if first[1] == last[0] else [first, last]
-        found.append(tuple((a, b) for a, b in own if a < b))
+        found.append(tuple((a, b) for a, b in ([(first[0], last[1])] if first[1] == last[0] else [first, last]) if a < b))
     return tuple(found)
 
 

@@ -176,8 +176,7 @@ class StageForward(Watch):
     def _run(self, name: str, forward: Callable, args: tuple, kwargs: dict) -> Any:
         if name not in self.present:
             what = f"{name} is called on a stage that does not have its weights"
-            fix = "call the same blocks in the same order for every batch, or use pp=1"
-            raise SoliError(what, got=f"stage {self.stage}", allowed="the order of the first batch", fix=fix)
+            raise SoliError(what, got=f"stage {self.stage}", allowed="the order of the first batch", fix="call the same blocks in the same order for every batch, or use pp=1")
         self._there(forward, [x for x in tensors_in((args, kwargs)) if x.is_meta])  # what torch.func made between blocks was not seen
         with inside(self):
             return unwrapped(forward(*args, **kwargs))

@@ -295,8 +295,7 @@ def misfitted(run: Run, misfit: Misfit, func: Any, args: tuple, kwargs: dict) ->
         if run.finder.answer(misfit, name_of(func), cuts):
             return call(func, *args, **kwargs)
     elif misfit.flat:
-        what = f"{misfit.why}, which it did not on the first batch"
-        raise SoliError(what, got=", ".join(sorted(misfit.origins)), fix='say so before: roles={"that weight": "replicated"}')
+        raise SoliError(f"{misfit.why}, which it did not on the first batch", got=", ".join(sorted(misfit.origins)), fix='say so before: roles={"that weight": "replicated"}')
     else:
         note(run, f"{name_of(func)}: {misfit.why}; it computes on whole tensors")
     into = tree_leaves(kwargs.get("out", args[0] if args and in_place(func) else ()))  # several of torch._foreach_mul_

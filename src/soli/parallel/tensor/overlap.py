@@ -51,7 +51,8 @@ def _backward(ctx: Any, saved: tuple[Tensor, Tensor], of_read: Tensor | None, of
     finish = ctx.later(of_input if of_read is None else of_input.add_(of_read))
     rows = of_result.reshape(-1, of_result.shape[-1])
     of_weight = (rows.t() @ a.reshape(-1, a.shape[-1])).to(weight_type)
-    return finish(), of_weight, (None if bias_type is None else rows.sum(0).to(bias_type)), None, None
+    of_bias = None if bias_type is None else rows.sum(0).to(bias_type)
+    return finish(), of_weight, of_bias, None, None
 
 
 def entered(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis) -> tuple[Tensor, Tensor]:
