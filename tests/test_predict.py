@@ -201,6 +201,8 @@ def test_a_whole_row_is_read_as_it_is() -> None:
         ({"peft": "lora r=64"}, {"adapters": 64 * (8 * 4096 + 2 * (4096 + 16384))}),
         ({"peft": "LoRA rank 8 on all linear layers", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * (8 * 4096 + 2 * 3 * (4096 + 16384))}),
         ({"peft": "LoRA rank 8 on attention and experts", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * (8 * 4096 + 2 * 3 * (4096 + 16384))}),
+        ({"peft": "LoRA (of all experts too) rank 8 on attention and experts", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * (8 * 4096 + 2 * 3 * (4096 + 16384))}),
+        ({"peft": "LoRA rank 8 on attention (frozen: experts)", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * 8 * 4096}),
         ({"peft": "LoRA rank 8 on attention, not on experts", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * 8 * 4096}),
         ({"peft": "LoRA rank 8", "experts": "8", "topk": "2", "ep": "4"}, {"adapters": 8 * 8 * 4096}),
         ({"framework": "HF Transformers + PEFT", "peft": "lora"}, {"widened": 4}),

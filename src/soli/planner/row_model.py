@@ -17,7 +17,7 @@ LATENT = 160.0
 SIZED = re.compile(r"(?<![\da-z.×])(\d+(?:\.\d+)?) ?b(?:illion)?(?![a-z\d])")
 """A number of parameters in a name: not one of active ones, nor of each expert."""
 RANK = re.compile(r"(?:\brank|\br(?= *=))[ =:]*([1-9]\d*)")
-ON_EXPERTS = r"\ball[- _]linear|(?:lora|adapters?)\b(?:(?!\bno)[^.;()])*\bon\b(?:(?!\bno|\bbut\b|\bexcept)[^.;()])*\bexperts\b(?! (?:are )?frozen)"
+ON_EXPERTS = r"\ball[- _]linear|(?:lora|adapters?)\b(?:(?!\bno)[^.;])*\bon\b(?:(?!\bno|\bbut\b|\bexcept)[^.;()])*\bexperts\b(?! (?:are )?frozen)"
 USUAL_RANK = 16
 """Of adapters: TRL's lora_r (huggingface/trl, trl/trainer/model_config.py)."""
 FLASH = (FSDP, "nanotron", "soli", TESTS)
